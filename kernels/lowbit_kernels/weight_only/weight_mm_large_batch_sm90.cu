@@ -81,6 +81,7 @@ static constexpr int STEPS = FOUR ? 4 : 2;
 static constexpr bool ORDERED = CODES == LOOKUP && GROUPS == 2 && LANES == 1 && TOKENS >= 64 && TOKENS <= 128;
 static constexpr int WORDS = STEPS * BITS / 2;  // of a row's codes in a piece
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // in a chunk, in a part
+static constexpr int LAST = PIECES * SUBTILES - 1;
 // Whether a piece's codes are loaded while the products of the previous piece are issued, where registers suffice.
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < (GROUPS == 3 ? 80 : 64);
 static constexpr uint32 LESS = FOLDED ? 40 * 0x00800080 : 0;
@@ -472,6 +473,12 @@ struct Consumer {
         load_codes(loaded, at + piece / HALVES % SUBTILES * (64 / SPREAD) * PITCH, step_of(piece));
     }
 
+    // Waits for the chunk in this slot, before the products of the last one are issued, and loads its first codes.
+    MEMBER void enter(const Ring &ring, uint32 codes) {
+        barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
+        if constexpr (EARLY) load_piece(base + ring.slot * STAGE_BYTES + codes, 0);
+    }
+
     // Adds the products of chunks first..last - 1 to `sums`, or to `totals` where groups have separate sums; both begin
     // as 0. A piece has two or four products. While the tensor cores work on a piece, the next is unpacked in other
     // registers.
@@ -494,20 +501,21 @@ struct Consumer {
         int before = -1;
         const Ring after = ring.after(last - first);
         ring = ring.after(others);
-        for (int chunk = first + others; chunk < (int)end; chunk += turns, ring.advance(turns)) {
+        if (first + others < (int)end) enter(ring, codes);
+        for (int chunk = first + others; chunk < (int)end; chunk += turns) {
             if constexpr (GROUP > 0) {
                 take_fetched(chunk);
                 fetch(chunk + turns);
             }
-            barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
+            Ring following = ring;
+            following.advance(turns);
             // The shuffle tells the compiler that the value is uniform, so that one instruction adds to its 64 bits.
             // Otherwise each half is moved at each use.
             const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
             const uint64 tokens = (uint64)OPERAND_HIGH << 32 | low;
-            if constexpr (EARLY) load_piece(stage + codes, 0);
 #pragma unroll
-            for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
+            for (int piece = 0; piece < LAST + 1; ++piece) {
                 const int subtile = piece / HALVES % SUBTILES, half = piece % HALVES, part = piece / (HALVES * SUBTILES);
                 uint32(&own)[STEPS * 4] = a[piece % 2];
                 // Waits until the products of the piece before the last one are done with these registers. Where the
@@ -523,7 +531,8 @@ struct Consumer {
                 } else {
                     unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1], seen[subtile]);
                 }
-                if (EARLY && piece + 1 < PIECES * SUBTILES) load_piece(stage + codes, piece + 1);
+                if (EARLY && piece < LAST) load_piece(stage + codes, piece + 1);
+                if (piece == LAST && chunk + turns < (int)end) enter(following, codes);
                 if (FLUSH && piece % (HALVES * SUBTILES) == 0) {
                     product_wait<0>();
                     flush_all(totals, sums, pending, part);
@@ -539,7 +548,7 @@ struct Consumer {
                 product_commit();
                 if constexpr (ORDERED) named_barrier_arrive(3 - threadIdx.x / 128, WARPS * 32);
             }
-            before = ring.slot;
+            before = ring.slot, ring = following;
         }
         product_wait<0>();
         keep(a[0]), keep(a[1]);

@@ -127,7 +127,7 @@ def divisions(
         if beside == 1 or tile.lanes == 1
         if not tile.overlaps or ((beside, split) == (2, 1) and unpacking.bits < 8)
         for depth in [stages(*tile, split, unpacking, chunk)]
-        if depth >= (3 if tile.is_once(split) else 2 * tile.turns)
+        if depth >= max(3, 2 * tile.turns)
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
         if not tile.is_once(split) or clusters == tile.clusters(m, n, beside)
         if _ring_holds_sums(tile, beside, split, depth * _stage(tile, unpacking, chunk))
@@ -247,11 +247,10 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
 
 
 def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[int, ...]:
-    """K of a pipeline stage: `chunk_of`, and where int4 is rounded also the double, if three stages fit."""
+    """K of a pipeline stage: `chunk_of`, and where int4 is rounded also the double."""
     own = chunk_of(tile, unpacking, k)
-    if not (rounded and unpacking.codes == "INT4" and own == 128 and _pairs_groups(unpacking, k)):
-        return (own,)
-    return (own, 2 * own) if stages(*tile, 1, unpacking, 2 * own) >= 3 else (own,)
+    doubles = rounded and unpacking.codes == "INT4" and own == 128 and _pairs_groups(unpacking, k)
+    return (own, 2 * own) if doubles else (own,)
 
 
 def _pairs_groups(unpacking: Unpacking, k: int) -> bool:
