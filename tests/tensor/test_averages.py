@@ -124,6 +124,23 @@ def test_averaged_models_of_torch(case, name):
 
 
 @by_class
+@every_trainable
+def test_an_avg_fn_without_no_grad_keeps_up(case):
+    """torch's own functions turn gradients off, and AveragedModel does not for those of a user."""
+    model, start = nn.Module(), case.make(SHAPE)
+    model.weight = nn.Parameter(case.make(SHAPE, seed=1))
+    average = AveragedModel(model, avg_fn=lambda a, w, _: a + (w - a) * (1 - DECAY))
+    average.update_parameters(model)
+    end = model.weight.detach().master()
+    with torch.no_grad():
+        average.module.weight.copy_(start)
+    for _ in range(UPDATES):
+        average.update_parameters(model)
+    found, due = average.module.weight.detach().master(), expected(start.master(), end)
+    assert abs(share(found, start.master(), end) - share(due, start.master(), end)) < 0.01
+
+
+@by_class
 @every_case
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("update", COPIES[:3])

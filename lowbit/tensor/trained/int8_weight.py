@@ -201,7 +201,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return (self.unpacked() + rest / remainder.UNITS) * self.spread_scale()
 
     def was_read(self) -> None:
-        remainder.expect(self.codes)
+        remainder.expect(self)
 
     def operand(self) -> Tensor:
         self.was_read()

@@ -7,8 +7,9 @@ codes and remainder. Products, state dicts and collectives see the codes alone, 
 
     remainder   int16, an element each: (value / scale - code) * 2**16
 
-Arithmetic that reads a weight without gradients begins this. An update ends it, and so does a copy of an int8 weight
-without a remainder. A weight that is trained or loaded has none: nothing is computed from it and then copied into it.
+Arithmetic that reads a weight without gradients begins this: within torch.no_grad, or of a detached weight, as
+AveragedModel hands it to `avg_fn`. An update ends it, and so does a copy of an int8 weight without a remainder. A weight
+that is trained or loaded has none: nothing is computed from it and then copied into it.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ _REMAINDERS: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 """The remainders by the codes, which all views of a parameter share; None before the first copy."""
 
 
-def expect(codes: Tensor) -> None:
-    """Arithmetic reads the weight with these codes: the next copy of plain values keeps a remainder."""
-    if type(codes) is not Tensor or torch.is_grad_enabled() or torch.compiler.is_compiling():
+def expect(weight: Any) -> None:
+    """Arithmetic reads `weight`, an `Int8WeightTensor`: the next copy of plain values keeps a remainder."""
+    codes, differentiated = weight.codes, weight.requires_grad and torch.is_grad_enabled()
+    if type(codes) is not Tensor or differentiated or torch.compiler.is_compiling():
         return
     if codes not in _REMAINDERS:
         _REMAINDERS[codes] = None
