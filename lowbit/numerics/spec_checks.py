@@ -13,7 +13,7 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.scale_format import SCALE_FORMATS
-from lowbit.numerics.super_blocks import TABLE, SuperBlocks
+from lowbit.numerics.super_blocks import LARGEST, TABLE, SuperBlocks
 
 if TYPE_CHECKING:
     from lowbit.numerics.spec import Spec
@@ -116,8 +116,11 @@ def super_blocks_of(spec: Spec) -> SuperBlocks | None:
 
 def check_reach(spec: Spec, tensors: dict[str, Tensor | None]) -> None:
     """Raise ValueError where new scales, or smallest values beside them, are too large for float16: the `scale_dtype`,
-    or the dtype of the weight."""
+    the dtype of the weight, or that of the numbers of a super-block."""
     scale = tensors.get("scale")
+    if spec.super_blocks is not None and scale is not None:
+        _check_super_blocks(spec.super_blocks, scale, tensors["zero_point"])
+        return
     own = spec.scale_dtype or (None if scale is None else scale.dtype)
     if own is not torch.float16 or torch.compiler.is_compiling():
         return
@@ -132,3 +135,20 @@ def check_reach(spec: Spec, tensors: dict[str, Tensor | None]) -> None:
                 f"{bad} of {t.numel()} {what} are beyond 65504, the largest of torch.float16; take torch.bfloat16 or "
                 "torch.float32 as scale_dtype"
             )
+
+
+def _check_super_blocks(kind: SuperBlocks, scale: Tensor, zero_point: Tensor | None) -> None:
+    """Raise ValueError where d or dmin is the largest number of float16, at which the choice of both ends."""
+    if scale.is_meta or torch.compiler.is_compiling() or not bool((scale.abs() >= LARGEST).any()):
+        return
+    fields = kind.fields(scale, zero_point)
+    if fields is None:
+        return
+    at_end = fields.d.abs() >= LARGEST
+    if fields.dmin is not None:
+        at_end |= fields.dmin.abs() >= LARGEST
+    if bool(at_end.any()):
+        raise ValueError(
+            f"{int(at_end.sum())} of {at_end.numel()} super-blocks need a float16 scale of {LARGEST:g} or more, the "
+            "largest number of torch.float16; take a scheme with scales of torch.float32, such as IntxWeightOnly"
+        )

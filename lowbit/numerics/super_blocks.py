@@ -47,7 +47,7 @@ from lowbit.numerics.search import CHUNK_ELEMENTS
 
 INPUTS = 256
 """Inputs of a super-block."""
-_SMALLEST, _LARGEST = 2.0**-24, 65504.0
+_SMALLEST, LARGEST = 2.0**-24, 65504.0
 """Magnitudes of d."""
 _TINY, _SPREAD = 1e-30, 1e-6
 """The least scale that the search starts from, and the least determinant of least squares, relative to its terms."""
@@ -221,7 +221,7 @@ class SuperBlocks:
     @staticmethod
     def in_half(d: Tensor) -> Tensor:
         """d as float16 stores it, never zero."""
-        size = d.abs().clamp(_SMALLEST, _LARGEST)
+        size = d.abs().clamp(_SMALLEST, LARGEST)
         return round_to_dtype(
             torch.copysign(torch.where(d.isnan(), d, size), d), torch.float16
         ).float()
@@ -230,7 +230,7 @@ class SuperBlocks:
         """dmin as float16 stores it, with so few digits that float32 represents the zero points."""
         unit = torch.exp2(d.abs().log2().floor() + (self.bits - 18))
         return round_to_dtype(
-            ((dmin / unit).round() * unit).clamp(-_LARGEST, _LARGEST), torch.float16
+            ((dmin / unit).round() * unit).clamp(-LARGEST, LARGEST), torch.float16
         ).float()
 
     def nearest(self, s: Tensor) -> Tensor:

@@ -182,6 +182,24 @@ def test_weights_that_are_not_finite_are_named() -> None:
             run()
 
 
+@pytest.mark.parametrize("kind", ["Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+@pytest.mark.parametrize("scales", ["minmax", "searched"])
+def test_weights_beyond_the_float16_of_super_blocks_are_refused(kind: str, scales: str) -> None:
+    weight = torch.randn(4, 512)
+    for size in (1e3, 1e9):
+        model = torch.nn.Sequential(torch.nn.Linear(512, 4, bias=False))
+        model[0].weight.data.copy_(weight * size)
+        if size == 1e3:
+            quantize_(model, gguf_scheme(kind), scales=scales)
+            kept = model[0].weight.dequantize() / size
+            assert (kept - weight).norm() < 0.4 * weight.norm()
+        else:
+            with pytest.raises(
+                ValueError, match=r"8 of 8 super-blocks need a float16 scale of 65504"
+            ):
+                quantize_(model, gguf_scheme(kind), scales=scales)
+
+
 def test_specs_of_super_blocks() -> None:
     for scheme in SCHEMES.values():
         assert lowbit.Scheme.from_dict(scheme.to_dict()) == scheme

@@ -8,8 +8,8 @@ codes and remainder. Products, state dicts and collectives see the codes alone, 
     remainder   int16, an element each: (value / scale - code) * 2**16
 
 Arithmetic that reads a weight without gradients begins this: within torch.no_grad, or of a detached weight, as
-AveragedModel hands it to `avg_fn`. An update ends it, and so does a copy of an int8 weight without a remainder. A weight
-that is trained or loaded has none: nothing is computed from it and then copied into it.
+AveragedModel hands it to `avg_fn`. An update ends it, and so does a copy of an int8 weight without a remainder. A
+weight that is trained or loaded has none: nothing is computed from it and then copied into it.
 """
 
 from __future__ import annotations
