@@ -36,6 +36,7 @@ _STACK = re.compile(rf"(.*\.experts)\.({GATE_UP}|{DOWN})")
 _CONVOLUTION = re.compile(r"(.*\.self_attn)\.([qkv])_(conv1d\.weight)")
 """Convolutions of queries, keys and values, which Kimi Linear has as one parameter."""
 _MATRIX = re.compile(r"(.*\.experts)\.(\d+)\.([a-z0-9_]+)\.weight")
+_CPU = torch.device("cpu")
 
 
 Matrix = tuple[int, int]
@@ -266,26 +267,31 @@ class Joined:
             found |= {name: (stack, key) for key, name in matrices.items()}
         return found
 
-    def items(self) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`. The matrices of one stack are in memory together."""
+    def items(self, device: torch.device = _CPU) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`. The matrices of one stack are together in the memory of `device`, where
+        the stack is made. Other tensors are on the CPU."""
         done = set()
         for name in self._folder.in_order():
             place = self._names[name]
             if place not in done:
                 done.add(place)
-                yield Item(place, self.read(place), "other")
+                yield Item(place, self.read(place, device), "other")
 
-    def read(self, name: str) -> Tensor:
-        """The tensor that has this name in the model."""
-        return self._stack(name) if name in self._stacks else self._folder.read(self._stored[name])
+    def read(self, name: str, device: torch.device = _CPU) -> Tensor:
+        """The tensor that has this name in the model. `device`: of a stack; other tensors are on the CPU."""
+        if name in self._stacks:
+            return self._stack(name, device)
+        return self._folder.read(self._stored[name])
 
     def plain_dtype(self, name: str) -> torch.dtype:
         """The dtype of a plain tensor that has this name in the model, from the header."""
         first = next(iter(self._stacks[name].values())) if name in self._stacks else None
         return self._folder.plain_dtype(first or self._stored[name])
 
-    def _stack(self, stack: str) -> Tensor:
-        matrices = {key: self._folder.read(name) for key, name in self._stacks[stack].items()}
+    def _stack(self, stack: str, device: torch.device) -> Tensor:
+        keys = {name: key for key, name in self._stacks[stack].items()}
+        names = self._folder.verified(keys)  # on all cores, and not one matrix after another
+        matrices = {keys[name]: moved(self._folder.read(name), device) for name in names}
         with damage_of(f"{self.path}: the matrices of {stack} make no stack"):
             return stack_of(matrices, is_single=not _STACK.fullmatch(stack))
 
@@ -297,6 +303,14 @@ def joined(folder: Folder, wanted: Collection[str], renamed: Renamed) -> Folder 
     """
     found = Joined(folder, wanted, renamed)
     return folder if found.names() == folder.names() else found
+
+
+def moved(t: Tensor, device: torch.device) -> Tensor:
+    """A plain or low-bit tensor on `device`."""
+    if device.type == "cpu":
+        return t
+    own: Any = t
+    return own._map(lambda part: part.to(device)) if isinstance(t, LowbitTensor) else t.to(device)
 
 
 # ---- stacks --------------------------------------------------------------------------------------------------------

@@ -394,7 +394,7 @@ class Folder:
         for name in tensors:
             self._unverified.pop(name, None)  # another thread may have compared it meanwhile
 
-    def _verify_ahead(self, names: Iterable[str]) -> Iterator[str]:
+    def verified(self, names: Iterable[str]) -> Iterator[str]:
         """The names, each after its tensors were compared with their digests. Tensors of `MOST_AHEAD` bytes are
         compared together, on all cores."""
         waiting: dict[str, Tensor] = {}
@@ -457,7 +457,7 @@ class Folder:
         for name in self.plain:
             by_file.setdefault(self._shards[name], []).append(name)
         for file in sorted(by_file, key=lambda file: file.path.name):
-            yield from self._verify_ahead(by_file[file])
+            yield from self.verified(by_file[file])
             self._unmap()
 
     def items(self) -> Iterator[Item]:

@@ -18,7 +18,7 @@ from lowbit.convert import tell
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.formats import building
 from lowbit.formats.base import FormatError
-from lowbit.formats.experts import Joined, Renamed, joined
+from lowbit.formats.experts import Joined, Renamed, joined, moved
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.layers.frozen import show_frozen
@@ -52,12 +52,9 @@ def _tensors(
     folder: Folder | Joined | GgufFile, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     with progress(f"reading {folder.path.name}", folder.nbytes) as advance:
-        for item in folder.items():
-            t = item.value
-            if device.type != "cpu":
-                low = isinstance(t, LowbitTensor)
-                t = t._map(lambda part: part.to(device)) if low else t.to(device)  # type: ignore[attr-defined]
-            yield item.name, t
+        items = folder.items(device) if isinstance(folder, Joined) else folder.items()
+        for item in items:
+            yield item.name, moved(item.value, device)
             advance(item.nbytes)
 
 
