@@ -453,6 +453,10 @@ def test_a_launch_of_triton_as_a_plan():
         numbered = arguments | {"x": Address(3, 8), "out": Address(1)}
         launch = triton_runtime._planned(kernel, 5, numbered)
         assert launch.arguments == (Address(3, 8), 7, Address(1), 0, 0)
+    (word,) = triton_runtime._planned(kernel, 5, arguments | {"rows": -2.5}, (x, out)).arguments[
+        1:2
+    ]
+    assert word == 0xC0200000  # of float32
 
 
 def test_launches_of_triton_that_are_not_planned():

@@ -11,6 +11,7 @@ import torch
 
 from benchmarks.cases.weight_linear import Case
 from lowbit_kernels.composed import dynamic_linear, expert_linear
+from lowbit_kernels.invariant import invariant_linear
 from lowbit_kernels.runtime import launch_plan, launcher, nvrtc, triton_runtime
 from lowbit_kernels.runtime.launch_plan import Address, Launch, LaunchPlan, TritonKernel
 from lowbit_kernels.weight_only import weight_linear, weight_mm_experts_sm90
@@ -178,7 +179,7 @@ def test_a_dynamic_linear_without_a_plan_is_learnt_too(monkeypatch: pytest.Monke
     learnt: list[tuple[str, LaunchPlan | None]] = []
     monkeypatch.setattr(launcher, "learn", lambda name, plan: learnt.append((name, plan)))
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True), raising=False)
-    monkeypatch.setattr(dynamic_linear, "_result", lambda plan, x, *rest: x)
+    monkeypatch.setattr(dynamic_linear, "result_of", lambda plan, operands, *rest: operands[0])
     x, codes, scale, bias, residual, *_ = dynamic(3)
     with sm90_emulator.launches_on_cpu(launch_plan):
         y = dynamic_linear._run(x, codes, scale, bias, residual, False, None, 0, None)
@@ -211,6 +212,35 @@ def test_a_plan_of_a_dynamic_linear(
     expected = dynamic_linear.reference(*operands[:5], False, None, 0, None)
     assert y.shape == expected.shape and y.dtype == expected.dtype
     assert (y.double() - expected.double()).norm() < 4e-3 * expected.double().norm()
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize(
+    ("implementation", "m", "biased"),
+    [("decode", 3, True), ("decode", 3, False), ("scaled_mm", 40, False), ("scaled_mm", 40, True)],
+)
+def test_a_plan_of_an_invariant_linear(implementation: str, m: int, biased: bool) -> None:
+    """It has the bits of the formula. The sum with a bias after `scaled_mm` is a pass of its own, without a plan."""
+    torch.manual_seed(0)
+    operands = dynamic(m, bias=biased)[:4]
+    with (
+        mock.patch.object(nvrtc, "runs_on_hopper", lambda device: True),
+        mock.patch.object(nvrtc, "multiprocessors", lambda device: 132),
+        decode_emulator.emulated(),
+        scaled_mm_emulator.emulated(),
+        emulator.rows_quantization(),
+    ):
+        described = all_described(*operands)
+        on_gpu = [one and (*one[:3], torch.device("cuda"), one[4]) for one in described]
+        plan = invariant_linear.planned.__wrapped__(tuple(on_gpu))
+        assert plan.implementation == implementation
+        plan.operands = (*map(layout, operands[:3]), plan.operands[3], None, None, None)
+        found = invariant_linear.launches(plan, biased)
+        if implementation == "scaled_mm" and biased:
+            assert found is None
+            return
+        (y,) = launch_plan.run(found, operands)
+    assert torch.equal(y, invariant_linear.reference(*operands))
 
 
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")

@@ -44,8 +44,10 @@ int8 are exact below 2**24. Larger sums (K over 1,040 at the earliest) round at 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -376,16 +378,23 @@ def _run(
     plan = planned(described, tensorwise, group_size)
     ran("dynamic_linear", plan.implementation)
     operands = x, codes, scale, bias, residual, zero_point, global_scale
-    out = _result(plan, *operands, tensorwise, group_size)
+    out = result_of(plan, operands, x.dtype, tensorwise, group_size)
     if x.is_cuda:
         with torch.cuda.device_of(x):
             launcher.learn("dynamic_linear", plan.launches)
     return out
 
 
-def _result(
-    plan, x, codes, scale, bias, residual, zero_point, global_scale, tensorwise, group_size
+def result_of(
+    plan: DynamicLinearPlan,
+    operands: Sequence[Any],
+    dtype: torch.dtype,
+    tensorwise: bool = False,
+    group_size: int = 0,
 ) -> Tensor:
+    """The result of a plan for these operands, in the order of `DynamicLinearPlan.operands`. `dtype`: of the result of
+    "scaled_mm"; that of other results is x's."""
+    x, codes, scale, bias, residual, zero_point, global_scale = operands
     (m, k), n = plan.rows, codes.shape[0]
     rows = x.reshape(m, k)
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
@@ -408,7 +417,7 @@ def _result(
     if plan.padding:
         codes = F.pad(codes.view(torch.int8), (0, plan.padding)).view(codes.dtype)
     by_column = plan.widened(scale)
-    out = scaled_mm.scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=x.dtype).view(plan.shape)
+    out = scaled_mm.scaled_mm(q, codes, t, by_column, bias=bias, out_dtype=dtype).view(plan.shape)
     return out if residual is None else out.add_(residual)
 
 

@@ -21,13 +21,13 @@ from torch import Tensor
 from lowbit_kernels.decoding.overlap import launch_dependents, overlap_options, wait_for_previous
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, stored_dtype, tl, triton
 
 BLOCK = 8192
 """The most columns that a program holds at a time."""
 
 
-@op("empty(x.dtype, *x.shape)", x="float [..., D]", weight="float [D]")
+@op("empty(x.dtype, *x.shape)", planned=True, x="float [..., D]", weight="float [D]")
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
     """The norm of each row of x [..., D] times `weight` [D] + `offset`, in x's dtype; see the module's docstring.
 
@@ -111,7 +111,7 @@ def norm_of_rows(
     """The norm of x [..., D] by a Triton kernel, a program a row; None where it does not run.
 
     Args:
-        op: the op that runs.
+        op: the planned op whose call this is.
         kernel: takes x [M, D], weight [D], the result, eps, offset, D and the distance of rows of x.
         weight, eps, offset: as of `rms_norm`.
         options: further constants and options of the launch.
@@ -124,11 +124,13 @@ def norm_of_rows(
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     result = torch.empty(x.shape, dtype=stored_dtype(x.dtype, x.device), device=x.device)
     block = min(triton.next_power_of_2(width), BLOCK)
-    with torch.cuda.device_of(x):
-        kernel[(rows.shape[0],)](
-            *(rows, weight.contiguous(), result, eps, offset, width, rows.stride(0)),
-            BLOCK=block,
-            num_warps=min(max(block // 256, 1), 16),
-            **options,
-        )
+    launch(
+        op,
+        (x, weight),
+        (result,),
+        kernel,
+        rows.shape[0],
+        (rows, weight.contiguous(), result, eps, offset, width, rows.stride(0)),
+        {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16), **options},
+    )
     return result.to(x.dtype)

@@ -18,7 +18,7 @@ from torch import Tensor
 from lowbit_kernels.invariant.arithmetic import EXACT, exp, triton_exp
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, stored_dtype, tl, triton
 
 KINDS = ("silu", "gelu_tanh")
 BLOCK = 1024
@@ -28,6 +28,7 @@ _CUBIC = 0.044714998453855515
 
 @op(
     "empty(x.dtype, *x.shape)",
+    planned=True,
     x="float [...]",
     rules={"kind in KINDS": "kind must be one of {KINDS}, got {kind}"},
 )
@@ -66,8 +67,13 @@ def _launch(x: Tensor, kind: str) -> Tensor | None:
     ran("invariant_activation", "triton")
     own = x.contiguous()
     result = torch.empty(x.shape, dtype=stored_dtype(x.dtype, x.device), device=x.device)
-    with torch.cuda.device_of(x):
-        _kernel[(triton.cdiv(own.numel(), BLOCK),)](
-            *(own, result, own.numel()), IS_GELU=kind == "gelu_tanh", BLOCK=BLOCK, **EXACT
-        )
+    launch(
+        "invariant_activation",
+        (x,),
+        (result,),
+        _kernel,
+        triton.cdiv(own.numel(), BLOCK),
+        (own, result, own.numel()),
+        {"IS_GELU": kind == "gelu_tanh", "BLOCK": BLOCK, **EXACT},
+    )
     return result.to(x.dtype)

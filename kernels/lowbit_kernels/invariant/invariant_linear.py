@@ -26,11 +26,13 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from lowbit_kernels.composed.dynamic_linear import MOST_K as MOST_K  # a rule names it
-from lowbit_kernels.matmul.scaled_mm import int8_sums, scaled_mm
+from lowbit_kernels.composed.dynamic_linear import DynamicLinearPlan, result_of
+from lowbit_kernels.matmul.scaled_mm import int8_sums
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
+from lowbit_kernels.runtime import launcher
+from lowbit_kernels.runtime.launch_plan import Composition, LaunchPlan
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.weight_only import weight_mm_decode_sm90
@@ -39,7 +41,6 @@ from lowbit_kernels.weight_only.weight_operands import (
     ADDEND_TYPES,
     HALVES,
     Description,
-    Product,
     WeightOperands,
     all_described,
     all_layouts,
@@ -48,6 +49,7 @@ from lowbit_kernels.weight_only.weight_operands import (
 
 @op(
     "empty(x.dtype, *x.shape[:-1], N)",
+    planned=True,
     x="float [..., K]",
     codes="int8 [N, K]",
     scale="float [N] or [N, 1]",
@@ -82,36 +84,48 @@ def scaled(
 
 
 @functools.lru_cache(maxsize=4096)
-def _planned(tensors: tuple[Description | None, ...]) -> Product | None:
-    """The decode kernel for x [M, K], codes, scale [N, 1] and bias that are `described` so; None for other operands."""
+def planned(tensors: tuple[Description | None, ...]) -> DynamicLinearPlan:
+    """The plan for x, codes, scale and bias on a GPU that are `described` so, none of them empty. "scaled_mm" is that
+    of the product without the bias."""
     x, codes, scale, bias = all_layouts(tensors)
-    if x.device.type != "cuda" or x.dtype not in HALVES:
+    assert x is not None and codes is not None and scale is not None
+    (n, k), m = codes.shape, prod(x.shape[:-1])
+    rows, product = x.rows() or x.copied((m, k)), None
+    if m <= weight_mm_decode_sm90.MAX_TOKENS and x.dtype in HALVES:
+        by_row = scale._replace(shape=(n, 1), strides=(scale.strides[0], 1))
+        own_bias = bias and bias.contiguous((n,))
+        last = None, k, x.dtype, format_of(codes.dtype, scale.dtype, None), None, torch.int8, True
+        operands = WeightOperands(rows, codes, by_row, None, own_bias, None, *last)
+        product = weight_mm_decode_sm90.product(operands)
+    name = "scaled_mm" if product is None else "decode"
+    own = x, codes, scale, None if product is None else bias, None, None, None
+    numbers = torch.int8 if product is None else None
+    shape = *x.shape[:-1], n
+    return DynamicLinearPlan(name, product, numbers, (m, k), shape, own, False, -k % 16)
+
+
+def launches(plan: DynamicLinearPlan, has_bias: bool) -> LaunchPlan | None:
+    """The launch plan for the four operands of this op; None where a bias takes a pass of PyTorch."""
+    own = None if plan.product is None and has_bias else plan.launches
+    if own is None:
         return None
-    format = format_of(codes.dtype, scale.dtype, None)
-    last = None, codes.shape[1], x.dtype, format, None, torch.int8, True
-    return weight_mm_decode_sm90.product(WeightOperands(x, codes, scale, None, bias, None, *last))
+    whole = Composition(4, own.results)
+    whole.add(own, (0, 1, 2, 3, None, None, None), (4,))
+    return whole.plan()
 
 
 @invariant_linear.kernel
 def _launch(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
     """The decode kernel, or the two ops; the reference on a CPU and for empty operands."""
-    (n, k), m = codes.shape, prod(x.shape[:-1])
-    if x.device.type != "cuda" or 0 in (m, n, k):
+    if x.device.type != "cuda" or 0 in (*x.shape, *codes.shape):
         return None
-    rows = x.reshape(m, k)
-    rows = rows if rows.stride(1) == 1 else rows.contiguous()
-    if m <= weight_mm_decode_sm90.MAX_TOKENS:
-        own_bias = None if bias is None else bias.contiguous()
-        scales = scale.view(n, 1)
-        product = _planned(all_described(rows, codes, scales, own_bias))
-        if product is not None:
-            ran("invariant_linear", "decode")
-            tensors = (rows, codes, scales, None, own_bias, None, None, None)
-            return product(tensors).view(*x.shape[:-1], n)
-    ran("invariant_linear", "scaled_mm")
-    q, t, _, _ = quantize_rowcol(rows, "int8", columns=False)
-    codes = codes if k % 16 == 0 else F.pad(codes, (0, -k % 16))
-    dtype = x.dtype if bias is None else torch.float32
-    y = scaled_mm(q, codes, t, scale.reshape(-1).float(), out_dtype=dtype)
-    y = y if bias is None else (y + bias.float()).to(x.dtype)
-    return y.view(*x.shape[:-1], n)
+    plan = planned(all_described(x, codes, scale, bias))
+    ran("invariant_linear", plan.implementation)
+    is_apart = bias is not None and plan.product is None
+    own = x, codes, scale, None if is_apart else bias, None, None, None
+    y = result_of(plan, own, torch.float32 if is_apart else x.dtype)
+    if bias is not None and is_apart:
+        y = (y + bias.float()).to(x.dtype)
+    with torch.cuda.device_of(x):
+        launcher.learn("invariant_linear", launches(plan, bias is not None))
+    return y

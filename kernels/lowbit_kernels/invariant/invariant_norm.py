@@ -30,6 +30,7 @@ _INFINITY = 0x7F800000
 
 @op(
     "empty(x.dtype, *x.shape)",
+    planned=True,
     x="float [..., D]",
     weight="float [D]",
     rules={"D <= MOST_COLUMNS": "rows of at most {MOST_COLUMNS} columns, got {D}; use rms_norm"},

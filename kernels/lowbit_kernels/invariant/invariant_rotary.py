@@ -22,7 +22,7 @@ from torch import Tensor
 from lowbit_kernels.invariant.arithmetic import EXACT, in_float32
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
+from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, stored_dtype, tl, triton
 
 BLOCK = 256
 _MAGIC = 1.5 * 2.0**52
@@ -35,6 +35,7 @@ _COS = [(-1.0) ** i / math.factorial(2 * i) for i in range(9)]
 
 @op(
     "(empty(out_dtype, *position.shape, 2 * H), empty(out_dtype, *position.shape, 2 * H))",
+    planned=True,
     position="int64 [...]",
     inv_freq="float32 [H]",
     out_dtype="float",
@@ -118,18 +119,14 @@ def _launch(
     ran("invariant_rotary", "triton")
     shape, dtype = (*position.shape, 2 * half), stored_dtype(out_dtype, position.device)
     cos, sin = (torch.empty(shape, dtype=dtype, device=position.device) for _ in range(2))
-    with torch.cuda.device_of(position):
-        _kernel[(triton.cdiv(count, BLOCK),)](
-            *(
-                position.contiguous(),
-                inv_freq.contiguous(),
-                cos,
-                sin,
-                count,
-                half,
-                in_float32(scale),
-            ),
-            BLOCK=BLOCK,
-            **EXACT,
-        )
+    given = position.contiguous(), inv_freq.contiguous(), cos, sin, count, half, in_float32(scale)
+    launch(
+        "invariant_rotary",
+        (position, inv_freq),
+        (cos, sin),
+        _kernel,
+        triton.cdiv(count, BLOCK),
+        given,
+        {"BLOCK": BLOCK, **EXACT},
+    )
     return cos.to(out_dtype), sin.to(out_dtype)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit_kernels.runtime import launcher
+from lowbit_kernels.runtime import launcher, nvrtc
 from lowbit_kernels.runtime.compiling import compiling
 from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan, TritonKernel
 
@@ -121,7 +121,7 @@ def launch(
     results: Sequence[Tensor],
     kernel: Any,
     programs: int,
-    arguments: tuple[Tensor | int, ...],
+    arguments: tuple[Tensor | int | float, ...],
     constants: dict[str, Any],
 ) -> None:
     """Launch a kernel that does all of a call of a planned op. On CUDA the launcher does so from the next call on, and
@@ -159,7 +159,7 @@ def _is_known() -> bool:
 def _planned(
     compiled: Any,
     programs: int,
-    arguments: Mapping[str, Tensor | int | Address],
+    arguments: Mapping[str, Tensor | int | float | Address],
     tensors: Sequence[Tensor | None] = (),
 ) -> Launch | None:
     """The launch of a compiled kernel with these arguments; None where it cannot be planned.
@@ -182,6 +182,8 @@ def _planned(
             if not numbers or (len(numbers) > 1 and value.numel()):
                 return None  # a copy, or one of two operands that may differ in another call
             words.append(Address(numbers[0]))
+        elif isinstance(value, float):
+            words.append(nvrtc.float_word(value))
         else:
             words.append(value)
     words += (0, 0)  # two pointers to scratch memory, which this kernel does not use
