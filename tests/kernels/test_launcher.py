@@ -459,6 +459,45 @@ def test_a_launch_of_triton_as_a_plan():
     assert word == 0xC0200000  # of float32
 
 
+def test_launches_that_triton_looks_up_once(monkeypatch):
+    """Another dtype, alignment, divisor, constant or option is another kernel; other sizes and floats are not."""
+    looked_up: list[tuple] = []
+    launched: list[tuple] = []
+
+    class Kernel:
+        arg_names = ("x", "size", "factor", "BLOCK")
+
+        def __getitem__(self, grid):
+            def launch(*arguments, **named):
+                looked_up.append((grid, *arguments[1:], *named.values()))
+                return compiled
+
+            return launch
+
+    class Compiled:
+        def __getitem__(self, grid):
+            return lambda *arguments: launched.append((grid, *arguments[1:]))
+
+    compiled, kernel = Compiled(), Kernel()
+    monkeypatch.setattr(triton_runtime, "_kept", {})
+    monkeypatch.setattr(triton_runtime, "_is_known", lambda: True)
+    x = torch.randn(64)
+
+    def launch(x=x, size=32, factor=0.5, block=64, warps=4):
+        looked_up.clear(), launched.clear()
+        given = (x, size, factor), {"BLOCK": block}
+        triton_runtime.launch_kept(kernel, (7, 2), *given, num_warps=warps)
+        return bool(looked_up)
+
+    assert launch() and looked_up == [((7, 2), 32, 0.5, 64, 4)]
+    assert not launch(size=48, factor=2.0) and launched == [((7, 2, 1), 48, 2.0, 64)]
+    for change in (
+        *({"x": x.half()}, {"x": x[1:]}, {"size": 33}, {"size": 1}, {"size": 2**31}),
+        *({"block": 32}, {"warps": 8}),
+    ):
+        assert launch(**change) and not launch(**change), change
+
+
 def test_launches_of_triton_that_are_not_planned():
     x, out = torch.randn(3), torch.randn(3)
     arguments = {"x": x.clone(), "rows": 7, "one": 1, "out": out}

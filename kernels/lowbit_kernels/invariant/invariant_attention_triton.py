@@ -19,7 +19,7 @@ from lowbit_kernels.invariant.arithmetic import EXACT, in_float32, triton_exp2, 
 from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.quantize.quantize_rows import extremes, rounded_codes, scale_of_extremes
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.triton_runtime import jit, stored_dtype, tl, triton
+from lowbit_kernels.runtime.triton_runtime import jit, launch_kept, stored_dtype, tl, triton
 
 MOST_ROWS = 64
 """Rows of a program; more of them are "many"."""
@@ -331,18 +331,28 @@ def attend(
         *(keys - tokens if causal else keys, span, *query.stride(), *key.stride(), *value.stride()),
         *(kv_heads * keys, keys, *strides),
     )
-    options: dict[str, int] = {"CODED": is_large, "MASKED": mask is not None, **shape, **EXACT}
-    options = options | {"num_warps": 8 if is_large and mask is not None else 4, "num_stages": 2}
+    constants = {"CODED": is_large, "MASKED": mask is not None, **shape}
+    warps = 8 if is_large and mask is not None else 4
     with torch.cuda.device_of(query):
         for stage in (0,) if count == 1 else (1, 2):
-            _attend[(blocks, pairs, count)](*arguments, STAGE=stage, **options)
-        if count > 1:
-            _joined[(rows, pairs)](
-                *(query, result, *scratch, tokens, kv_heads, group, width, value_width, count),
-                *query.stride(),
-                **{name: shape[name] for name in "MDE"},
+            launch_kept(
+                _attend,
+                (blocks, pairs, count),
+                arguments,
+                {"STAGE": stage, **constants},
+                num_warps=warps,
+                num_stages=2,
                 **EXACT,
+            )
+        if count > 1:
+            sizes = tokens, kv_heads, group, width, value_width, count
+            launch_kept(
+                _joined,
+                (rows, pairs),
+                (query, result, *scratch, *sizes, *query.stride()),
+                {name: shape[name] for name in "MDE"},
                 num_warps=1,
+                **EXACT,
             )
     return result.to(query.dtype)
 

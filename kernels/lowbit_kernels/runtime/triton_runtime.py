@@ -94,10 +94,10 @@ class KeptKernel:
         self.kernel, self.constants, self.options = kernel, constants, options
         self._compiled: Any = None
 
-    def __call__(self, grid: tuple[int, int], *arguments: Tensor | int | None) -> None:
+    def __call__(self, grid: tuple[int, ...], *arguments: Tensor | float | None) -> None:
         if self._compiled is not None:
             last = [self.constants[n] for n in self.kernel.arg_names[len(arguments) :]]
-            self._compiled[(*grid, 1)](*arguments, *last)
+            self._compiled[(*grid, 1, 1)[:3]](*arguments, *last)
             return
         compiled = self.kernel[grid](*arguments, **self.constants, **self.options)
         if compiled is not None and not torch.version.hip and _is_known():
@@ -109,6 +109,41 @@ class KeptKernel:
             return None
         named = dict(zip(self.kernel.arg_names, arguments, strict=False))
         return _planned(self._compiled, programs, named)
+
+
+_kept: dict[tuple[Any, ...], KeptKernel] = {}
+
+
+def launch_kept(
+    kernel: Any,
+    grid: tuple[int, ...],
+    arguments: Sequence[Tensor | float],
+    constants: dict[str, Any],
+    **options: Any,
+) -> None:
+    """Launch a kernel on the current device through a `KeptKernel`, one for all launches with arguments of the same
+    types, alignment and divisors. For launches whose shapes change from call to call, so that no plan fits them.
+
+    Args:
+        arguments: the kernel's first arguments. The others are its `constants`.
+        options: of the compilation, such as ``num_warps``.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else None
+    # not the kernel itself, whose hash is that of its source
+    key = id(kernel), device, *constants.values(), *options.values(), *map(_kind, arguments)
+    own = _kept.get(key)
+    if own is None:
+        own = _kept[key] = KeptKernel(kernel, constants, **options)
+    own(grid, *arguments)
+
+
+def _kind(value: Tensor | float) -> Any:
+    """All that Triton's code for an argument depends on."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.data_ptr() % 16 == 0
+    if isinstance(value, int):
+        return value % 16 == 0, value == 1, value < 2**31
+    return None
 
 
 _launched: dict[int, Any] = {}
