@@ -9,6 +9,8 @@ keeps its compiler from fusing a product and a sum. PyTorch runs them as operati
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -23,6 +25,7 @@ _C3, _C4, _C5 = 0.055503569543361664, 0.009676031768321991, 0.001339086331427097
 _LOG2E, _LN2_HIGH, _LN2_LOW = 1.4426950216293335, 0.693359375, -0.00021219444170128554
 
 
+@functools.lru_cache(maxsize=1024)
 def in_float32(x: float) -> float:
     """x rounded to float32, as kernels get their arguments on a GPU, but not in Triton's interpreter."""
     return torch.tensor(x, dtype=torch.float32).item()

@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.invariant.arithmetic import EXACT, in_float32, triton_exp2, triton_rounded
-from lowbit_kernels.quantize.quantize_rowcol import quantize_rowcol
 from lowbit_kernels.quantize.quantize_rows import extremes, rounded_codes, scale_of_extremes
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.triton_runtime import jit, launch_kept, stored_dtype, tl, triton
 
 MOST_ROWS = 64
 """Rows of a program; more of them are "many"."""
+ENCODED = 8192
+"""Elements that a program rounds at a time, of keys and then of values."""
 VARYING = ["tokens", "keys", "shift", "span", "ks_b", "ks_h", "m_b", "m_h", "m_t"]
 """Arguments that change from token to token. Triton would compile again for multiples of 16 among them."""
 
@@ -290,6 +291,28 @@ def _joined(
     tl.store(at, y.to(result.dtype.element_ty), mask=(c < value_width)[None, :])
 
 
+@jit
+def _encode(
+    key, value, key_codes, key_scale, value_scale, value_codes,
+    keys, kv_heads, width, value_width, pitch, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
+    N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+):  # fmt: skip
+    """The codes and scales of N tokens of a key/value head; codes of values are written along the tokens."""
+    pair = tl.program_id(1)
+    b, h = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
+    n, d, c = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D), tl.arange(0, E)
+    inside = n < keys
+    row = pair.to(tl.int64) * keys + n
+    k, t_k = _tile(key + b * k_b + h * k_h, key, n, keys, k_s, k_d, width, False, D)
+    at = key_codes + row[:, None] * width + d[None, :]
+    tl.store(at, k, mask=inside[:, None] & (d < width)[None, :])
+    tl.store(key_scale + row, t_k, mask=inside)
+    v, t_v = _tile(value + b * v_b + h * v_h, value, n, keys, v_s, v_d, value_width, False, E)
+    at = value_codes + (pair.to(tl.int64) * value_width + c)[:, None] * pitch + n[None, :]
+    tl.store(at, tl.trans(v), mask=(c < value_width)[:, None] & inside[None, :])
+    tl.store(value_scale + row, t_v, mask=inside)
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
 ) -> Tensor:
@@ -298,9 +321,9 @@ def attend(
     device, group = query.device, heads // kv_heads
     rows = group * tokens
     is_large = rows > MOST_ROWS
+    m, n, warps, stages = tile_of(rows, mask is not None)
     shape = {
-        "M": 16 if rows <= 16 else MOST_ROWS,
-        "N": 64 if is_large and mask is None else 32,
+        **{"M": m, "N": n},
         "D": max(32, triton.next_power_of_2(width)),
         "E": max(32, triton.next_power_of_2(value_width)),
     }
@@ -310,7 +333,8 @@ def attend(
     count = triton.cdiv(keys, span)
     dtype = stored_dtype(query.dtype, device)
     result = torch.empty((batch, tokens, heads, value_width), dtype=dtype, device=device)
-    operands = _operands(key, value, is_large)
+    with torch.cuda.device_of(query):
+        operands = _operands(key, value, is_large, (shape["D"], shape["E"]))
     scratch: tuple[Tensor, Tensor, Tensor] = (result, result, result)
     if count > 1:
         many = count * pairs * blocks * shape["M"]
@@ -332,7 +356,6 @@ def attend(
         *(kv_heads * keys, keys, *strides),
     )
     constants = {"CODED": is_large, "MASKED": mask is not None, **shape}
-    warps = 8 if is_large and mask is not None else 4
     with torch.cuda.device_of(query):
         for stage in (0,) if count == 1 else (1, 2):
             launch_kept(
@@ -341,7 +364,7 @@ def attend(
                 arguments,
                 {"STAGE": stage, **constants},
                 num_warps=warps,
-                num_stages=2,
+                num_stages=stages,
                 **EXACT,
             )
         if count > 1:
@@ -357,21 +380,35 @@ def attend(
     return result.to(query.dtype)
 
 
-def _operands(key: Tensor, value: Tensor, codes: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def tile_of(rows: int, is_masked: bool) -> tuple[int, int, int, int]:
+    """Rows and keys of a tile, warps, and pipeline stages."""
+    if rows <= MOST_ROWS:
+        return (16 if rows <= 16 else MOST_ROWS), 32, 4, 2
+    return (64, 32, 8, 2) if is_masked else (64, 64, 4, 2)
+
+
+def _operands(
+    key: Tensor, value: Tensor, codes: bool, widths: tuple[int, int]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """key, its scales, value and its scales: as they are, with themselves for scales, or as codes [B, K, S, D] and
-    scales [B, K, S]. Codes of values lie along the tokens."""
+    scales [B, K, S]. Codes of values lie along the tokens. `widths`: powers of two that hold the channels of both."""
     if not codes:
         return key, key, value, value
-    found: list[Tensor] = []
-    for x in (key, value):
-        rows = x.reshape(-1, x.shape[-1])
-        own, scale, _, _ = quantize_rowcol(rows, "int8", columns=False)
-        found += [own.view(*x.shape[:-1], -1)[..., : x.shape[-1]], scale.view(x.shape[:-1])]
-    batch, heads, tokens, width = value.shape
-    turned = found[2].new_empty((batch, heads, width, tokens + -tokens % 16))
-    turned[..., :tokens] = found[2].mT
-    found[2] = turned[..., :tokens].mT
-    return found[0], found[1], found[2], found[3]
+    (batch, heads, tokens, width), own = key.shape, value.shape[-1]
+    made: list[Tensor] = [key.new_empty((batch, heads, tokens, width), dtype=torch.int8)]
+    made += [key.new_empty((batch, heads, tokens), dtype=torch.float32) for _ in range(2)]
+    turned = key.new_empty((batch, heads, own, tokens + -tokens % 16), dtype=torch.int8)
+    sizes = tokens, heads, width, own, turned.shape[-1]
+    rows = max(16, min(64, ENCODED // max(widths)))
+    launch_kept(
+        _encode,
+        (triton.cdiv(tokens, rows), batch * heads),
+        (key, value, *made, turned, *sizes, *key.stride(), *value.stride()),
+        {"N": rows, "D": widths[0], "E": widths[1]},
+        num_warps=4,
+        **EXACT,
+    )
+    return made[0], made[1], turned[..., :tokens].mT, made[2]
 
 
 def _parts(keys: int, programs: int, device: torch.device) -> int:
