@@ -4,13 +4,15 @@
     split      few rows: programs share the keys of a row. One launch finds the maxima of each part, a second one the
                sums relative to the maxima of all parts, and `_joined` adds the sums up
 
-A query t sees the keys up to t + shift. With many rows, keys and values are rounded once before, and values are laid
-out along the tokens, as the units for int8 read them. With few rows, as in decoding, each program rounds what it reads.
+A query t sees the keys up to t + shift. With many rows, keys and values are rounded once before, padded with zeros to
+whole tiles, and values are laid out along the tokens, as the units for int8 read them. With few rows, as in decoding,
+each program rounds what it reads.
 """
 
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +24,11 @@ from lowbit_kernels.runtime.triton_runtime import jit, launch_kept, stored_dtype
 
 MOST_ROWS = 64
 """Rows of a program; more of them are "many"."""
+PADDED = 128
+"""Codes of keys and values are padded to a multiple of so many tokens, at least those of a tile."""
 ENCODED = 8192
 """Elements that a program rounds at a time, of keys and then of values."""
-VARYING = ["tokens", "keys", "shift", "span", "ks_b", "ks_h", "m_b", "m_h", "m_t"]
+VARYING = ["tokens", "keys", "shift", "span", "m_b", "m_h", "m_t"]
 """Arguments that change from token to token. Triton would compile again for multiples of 16 among them."""
 
 
@@ -39,13 +43,14 @@ def _round(values):
 
 @jit
 def _tile(x, scale, n, keys, s_stride, d_stride, width, CODED: tl.constexpr, D: tl.constexpr):
-    """The int8 codes [N, D] and the scales [N] of tokens n; scales of 1 beyond the last token."""
+    """The int8 codes [N, D] and the scales [N] of tokens n; scales of 1 beyond the last token. CODED: both are there,
+    in padded tensors."""
     d = tl.arange(0, D)
     at = x + n.to(tl.int64)[:, None] * s_stride + d[None, :] * d_stride
     mask = (n < keys)[:, None] & (d < width)[None, :]
     if CODED:
-        codes = tl.load(at, mask=mask, other=0)
-        own = tl.load(scale + n, mask=n < keys, other=1.0)
+        codes = tl.load(at)
+        own = tl.load(scale + n)
     else:
         codes, own = _round(tl.load(at, mask=mask, other=0.0).to(tl.float32))
     return codes, own
@@ -64,13 +69,21 @@ def _scale_of_values(t):
 
 
 @jit
+def _power(t_k, t_v):
+    """The exponent of the power of two above t_v, as float32; infinite where a scale is NaN."""
+    found = (_scale_of_values(t_v).to(tl.int32, bitcast=True) >> 23) - 126
+    is_number = (t_v < float("inf")) & (t_k < float("inf"))
+    return tl.where(is_number, found.to(tl.float32), float("inf"))
+
+
+@jit
 def _scores(
     q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     """The scores [M, N], and which of them count."""
     score = tl.dot(q, tl.trans(k), out_dtype=tl.int32).to(tl.float32)
-    score = score * _number(t_k)[None, :] * a[:, None]
+    score = score * t_k[None, :] * a[:, None]
     seen = row_ok[:, None] & (n < keys)[None, :] & (n[None, :] <= (token + shift)[:, None])
     if MASKED:
         at = mask + mask_strides[:, None] + n[None, :]
@@ -80,7 +93,7 @@ def _scores(
 
 @jit
 def _ends_of(
-    q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
+    q, a, key, key_scale, value, value_scale, power, k_s, k_d, v_s, v_d, width, value_width,
     token, row_ok, mask, mask_strides, shift, keys, m, top, first, stop,
     CODED: tl.constexpr, MASKED: tl.constexpr, ALL: tl.constexpr,
     N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -88,19 +101,18 @@ def _ends_of(
     """m and `top` [M], the largest a + ceil2(t_v), also over tokens from `first` to `stop`. `top` is infinite where a
     row sees a NaN. ALL: all rows see all these tokens."""
     for begin in range(first, stop, N):
-        n = begin + tl.arange(0, N)
+        n = tl.multiple_of(begin, N) + tl.arange(0, N)
         k, t_k = _tile(key, key_scale, n, keys, k_s, k_d, width, CODED, D)
         if CODED:
-            t_v = tl.load(value_scale + n, mask=n < keys, other=1.0)
+            own = tl.load(power + n)
         else:
             _, t_v = _tile(value, value_scale, n, keys, v_s, v_d, value_width, CODED, E)
-        is_number = (t_v < float("inf")) & (t_k < float("inf"))
-        t_v = _scale_of_values(t_v)
+            own = _power(t_k, t_v)
+            t_k = _number(t_k)
         score, seen = _scores(
             q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, MASKED
         )
-        power = ((t_v.to(tl.int32, bitcast=True) >> 23) - 126).to(tl.float32)
-        above = score + tl.where(is_number, power, float("inf"))[None, :]
+        above = score + own[None, :]
         if not ALL:
             score = tl.where(seen, score, float("-inf"))
             above = tl.where(seen, above, float("-inf"))
@@ -130,13 +142,16 @@ def _sums_of(
     `stop`. ALL: all rows see all these."""
     shrink = ((127 - e) << 23).to(tl.float32, bitcast=True) * 16256.0
     for begin in range(first, stop, N):
-        n = begin + tl.arange(0, N)
+        n = tl.multiple_of(begin, N) + tl.arange(0, N)
         k, t_k = _tile(key, key_scale, n, keys, k_s, k_d, width, CODED, D)
+        if not CODED:
+            t_k = _number(t_k)
         score, seen = _scores(
             q, a, k, t_k, n, token, row_ok, mask, mask_strides, shift, keys, MASKED
         )
         v, t_v = _tile(value, value_scale, n, keys, v_s, v_d, value_width, CODED, E)
-        t_v = _scale_of_values(t_v)
+        if not CODED:
+            t_v = _scale_of_values(t_v)
         u = triton_exp2(tl.maximum(score - m[:, None], -40.0))
         if not ALL:
             u = tl.where(seen, u, 0.0)
@@ -161,7 +176,7 @@ def _output(high, low, total, m, top, e, is_number):
 
 @jit(do_not_specialize=VARYING)
 def _attend(
-    query, key, key_scale, value, value_scale, mask, result, ends, parts, totals,
+    query, key, key_scale, value, value_scale, power, mask, result, ends, parts, totals,
     factor, tokens, keys, kv_heads, group, width, value_width, shift, span,
     q_b, q_h, q_t, q_d, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d, ks_b, ks_h, m_b, m_h, m_t,
     STAGE: tl.constexpr,  # 0: whole; 1: the maxima of a part; 2: its sums
@@ -180,6 +195,7 @@ def _attend(
     value += b * v_b + h * v_h
     key_scale += b * ks_b + h * ks_h
     value_scale += b * ks_b + h * ks_h
+    power += b * ks_b + h * ks_h
     mask_strides = b * m_b + head * m_h + token.to(tl.int64) * m_t
     first = part * span
     stop = tl.minimum(first + span, keys)
@@ -193,8 +209,8 @@ def _attend(
         m, top = tl.full([M], float("-inf"), tl.float32), tl.full([M], float("-inf"), tl.float32)
         for is_rest in tl.static_range(2):
             m, top = _ends_of(
-                q, a, key, key_scale, value, value_scale, k_s, k_d, v_s, v_d, width, value_width,
-                token, row_ok, mask, mask_strides, shift, keys, m, top,
+                q, a, key, key_scale, value, value_scale, power, k_s, k_d, v_s, v_d, width,
+                value_width, token, row_ok, mask, mask_strides, shift, keys, m, top,
                 full if is_rest else first, stop if is_rest else full,
                 CODED, MASKED, not is_rest, N, D, E,
             )  # fmt: skip
@@ -293,24 +309,23 @@ def _joined(
 
 @jit
 def _encode(
-    key, value, key_codes, key_scale, value_scale, value_codes,
+    key, value, key_codes, key_scale, value_scale, power, value_codes,
     keys, kv_heads, width, value_width, pitch, k_b, k_h, k_s, k_d, v_b, v_h, v_s, v_d,
     N: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
 ):  # fmt: skip
-    """The codes and scales of N tokens of a key/value head; codes of values are written along the tokens."""
+    """The codes of N tokens of a key/value head, and their scales without NaN; `power` says where one is."""
     pair = tl.program_id(1)
     b, h = (pair // kv_heads).to(tl.int64), (pair % kv_heads).to(tl.int64)
     n, d, c = tl.program_id(0) * N + tl.arange(0, N), tl.arange(0, D), tl.arange(0, E)
-    inside = n < keys
-    row = pair.to(tl.int64) * keys + n
+    row = pair.to(tl.int64) * pitch + n
     k, t_k = _tile(key + b * k_b + h * k_h, key, n, keys, k_s, k_d, width, False, D)
-    at = key_codes + row[:, None] * width + d[None, :]
-    tl.store(at, k, mask=inside[:, None] & (d < width)[None, :])
-    tl.store(key_scale + row, t_k, mask=inside)
+    tl.store(key_codes + row[:, None] * D + d[None, :], k)
+    tl.store(key_scale + row, _number(t_k))
     v, t_v = _tile(value + b * v_b + h * v_h, value, n, keys, v_s, v_d, value_width, False, E)
-    at = value_codes + (pair.to(tl.int64) * value_width + c)[:, None] * pitch + n[None, :]
-    tl.store(at, tl.trans(v), mask=(c < value_width)[:, None] & inside[None, :])
-    tl.store(value_scale + row, t_v, mask=inside)
+    at = value_codes + (pair.to(tl.int64) * E + c)[:, None] * pitch + n[None, :]
+    tl.store(at, tl.trans(v))
+    tl.store(value_scale + row, _scale_of_values(t_v))
+    tl.store(power + row, _power(t_k, t_v))
 
 
 def attend(
@@ -333,8 +348,10 @@ def attend(
     count = triton.cdiv(keys, span)
     dtype = stored_dtype(query.dtype, device)
     result = torch.empty((batch, tokens, heads, value_width), dtype=dtype, device=device)
-    with torch.cuda.device_of(query):
-        operands = _operands(key, value, is_large, (shape["D"], shape["E"]))
+    own = Operands(key, key, value, value, value)
+    if is_large:
+        with torch.cuda.device_of(query):
+            own = encoded(key, value, (shape["D"], shape["E"]))
     scratch: tuple[Tensor, Tensor, Tensor] = (result, result, result)
     if count > 1:
         many = count * pairs * blocks * shape["M"]
@@ -343,17 +360,16 @@ def attend(
             torch.empty((many, 2, shape["E"]), dtype=torch.int32, device=device),
             torch.empty(many, dtype=torch.int64, device=device),
         )
-    key, key_scale, value, value_scale = operands
     own_mask = None if mask is None else mask.expand(batch, heads, tokens, keys)
     if own_mask is not None and own_mask.stride(-1) != 1:
         own_mask = own_mask.contiguous()
     strides = (0, 0, 0) if own_mask is None else own_mask.stride()[:3]
     shown = result if own_mask is None else own_mask.view(torch.uint8)
     arguments = (
-        *(query, key, key_scale, value, value_scale, shown, result, *scratch),
+        *(query, *own[:5], shown, result, *scratch),
         *(in_float32(scale * math.log2(math.e)), tokens, keys, kv_heads, group, width, value_width),
-        *(keys - tokens if causal else keys, span, *query.stride(), *key.stride(), *value.stride()),
-        *(kv_heads * keys, keys, *strides),
+        *(keys - tokens if causal else keys, span, *query.stride()),
+        *(*own.key.stride(), *own.value.stride(), *own.strides, *strides),
     )
     constants = {"CODED": is_large, "MASKED": mask is not None, **shape}
     with torch.cuda.device_of(query):
@@ -384,31 +400,44 @@ def tile_of(rows: int, is_masked: bool) -> tuple[int, int, int, int]:
     """Rows and keys of a tile, warps, and pipeline stages."""
     if rows <= MOST_ROWS:
         return (16 if rows <= 16 else MOST_ROWS), 32, 4, 2
-    return (64, 32, 8, 2) if is_masked else (64, 64, 4, 2)
+    return (64, 32, 8, 2) if is_masked else (128, 32, 8, 2)
 
 
-def _operands(
-    key: Tensor, value: Tensor, codes: bool, widths: tuple[int, int]
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """key, its scales, value and its scales: as they are, with themselves for scales, or as codes [B, K, S, D] and
-    scales [B, K, S]. Codes of values lie along the tokens. `widths`: powers of two that hold the channels of both."""
-    if not codes:
-        return key, key, value, value
-    (batch, heads, tokens, width), own = key.shape, value.shape[-1]
-    made: list[Tensor] = [key.new_empty((batch, heads, tokens, width), dtype=torch.int8)]
-    made += [key.new_empty((batch, heads, tokens), dtype=torch.float32) for _ in range(2)]
-    turned = key.new_empty((batch, heads, own, tokens + -tokens % 16), dtype=torch.int8)
-    sizes = tokens, heads, width, own, turned.shape[-1]
+class Operands(NamedTuple):
+    """Keys and values as the kernel reads them: as they are, or as padded codes with their scales, and the powers."""
+
+    key: Tensor
+    key_scale: Tensor
+    value: Tensor
+    value_scale: Tensor
+    power: Tensor
+    strides: tuple[int, int] = (0, 0)
+    """Of the scales, by sequence and by head."""
+
+
+def encoded(key: Tensor, value: Tensor, widths: tuple[int, int]) -> Operands:
+    """The codes of keys [B, K, P, D] and of values [B, K, P, E], which lie along the tokens, and scales [B, K, P].
+
+    Args:
+        widths: D and E, powers of two that hold the channels. P is a multiple of `PADDED`.
+    """
+    batch, heads, tokens, width = key.shape
+    pitch = triton.cdiv(tokens, PADDED) * PADDED
+    codes = key.new_empty((batch, heads, pitch, widths[0]), dtype=torch.int8)
+    turned = key.new_empty((batch, heads, widths[1], pitch), dtype=torch.int8)
+    scales = [key.new_empty((batch, heads, pitch), dtype=torch.float32) for _ in range(3)]
     rows = max(16, min(64, ENCODED // max(widths)))
+    sizes = tokens, heads, width, value.shape[-1], pitch
     launch_kept(
         _encode,
-        (triton.cdiv(tokens, rows), batch * heads),
-        (key, value, *made, turned, *sizes, *key.stride(), *value.stride()),
+        (pitch // rows, batch * heads),
+        (key, value, codes, *scales, turned, *sizes, *key.stride(), *value.stride()),
         {"N": rows, "D": widths[0], "E": widths[1]},
         num_warps=4,
         **EXACT,
     )
-    return made[0], made[1], turned[..., :tokens].mT, made[2]
+    own = scales[0], turned.mT, *scales[1:]
+    return Operands(codes, *own, (heads * pitch, pitch))
 
 
 def _parts(keys: int, programs: int, device: torch.device) -> int:
