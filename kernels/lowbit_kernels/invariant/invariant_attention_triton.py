@@ -436,8 +436,8 @@ def encoded(key: Tensor, value: Tensor, widths: tuple[int, int]) -> Operands:
         num_warps=4,
         **EXACT,
     )
-    own = scales[0], turned.mT, *scales[1:]
-    return Operands(codes, *own, (heads * pitch, pitch))
+    of_keys, of_values, power = scales
+    return Operands(codes, of_keys, turned.mT, of_values, power, (heads * pitch, pitch))
 
 
 def _parts(keys: int, programs: int, device: torch.device) -> int:
