@@ -7,12 +7,15 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.cases import weight_linear
+from benchmarks.cases.formats import FORMATS
 from benchmarks.cases.operands import offsets_of
+
+BY_NAME = {one.name: one for one in FORMATS}
 
 
 @dataclass(frozen=True)
 class Case:
-    """One call, with random arguments."""
+    """One call, with random arguments. `format`: of codes; "": integers of `bits`."""
 
     name: str
     tokens: tuple[int, ...]  # of each expert
@@ -24,11 +27,21 @@ class Case:
     scale_dtype: torch.dtype = torch.bfloat16
     zero_point: bool = False
     beyond: int = 0  # tokens that belong to no expert
+    format: str = ""
     large: bool = False  # the shape of a real layer: for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """x, codes, scale, zero_point, offsets, group_size."""
+        """x, codes, scale, zero_point, offsets, group_size, global_scale, bits, table."""
         m, experts = sum(self.tokens) + self.beyond, len(self.tokens)
+        if self.format:
+            made = BY_NAME[self.format].weight(experts * self.n, self.k, self.group_size, device)
+            parts = (made[name] for name in ("codes", "scale", "zero_point"))
+            return (
+                torch.randn(m, self.k, device=device).to(self.dtype),
+                *(None if t is None else t.view(experts, self.n, -1) for t in parts),
+                offsets_of(self.tokens, device),
+                *(made[name] for name in ("group_size", "global_scale", "bits", "table")),
+            )
         one = weight_linear.Case("", 0, experts * self.n, self.k, self.group_size, self.bits)
         _, codes, scale, *_ = one.arguments(device)
         shape = (experts, self.n, scale.shape[1])
@@ -40,6 +53,9 @@ class Case:
             zero_point if self.zero_point else None,
             offsets_of(self.tokens, device),
             self.group_size,
+            None,
+            0,
+            (),
         )
 
 
@@ -60,6 +76,12 @@ CASES = [
         Case(f"int8-{name}", t, n, k, group, 8, **options)
         for name, t, n, k, group, options in SHAPES
     ),
+    Case("mxfp4", (3, 0, 20), 64, 128, 32, format="mxfp4"),
+    Case("mxfp4-beyond", (40, 1), 66, 96, 32, beyond=3, format="mxfp4"),
+    Case("nvfp4", (3, 4), 18, 64, 16, format="nvfp4"),
+    Case("nf4", (3, 17), 18, 128, 64, format="nf4"),
+    Case("int3", (3, 17), 18, 128, 128, format="int3"),
+    Case("float8", (5, 17), 48, 128, 0, format="float8_e4m3fn"),
     Case("mixtral-up", (2,) * 8, 14336, 4096, 128, large=True),
     Case("mixtral-up-many", (256,) * 8, 14336, 4096, 128, large=True),
 ]

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit as lb
 import lowbit_kernels as kernels
+from lowbit.linear.frozen import experts
 from lowbit_kernels.runtime import launches
 from tests.schemes import relative_error
 
@@ -253,3 +254,21 @@ def test_what_a_call_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
             sys.setprofile(None)
     assert "__torch_function__" not in called
     assert len(called) <= 60, called
+
+
+@pytest.mark.parametrize(
+    "scheme", [lb.Int4WeightOnly(32), lb.MXFP4WeightOnly(), lb.NF4WeightOnly(32)]
+)
+def test_sorted_rows_of_experts_by_kernels(scheme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a GPU runs for `torch._grouped_mm`, here on a CPU: rows that no expert has are 0."""
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))
+    monkeypatch.setattr(experts, "has_expert_kernel", lambda *facts: True)
+    torch.manual_seed(0)
+    weight: Any = lb.AffineTensor.from_float(torch.randn(3, 24, 64).bfloat16(), scheme)
+    x, offsets = torch.randn(12, 64).bfloat16(), torch.tensor([5, 5, 11], dtype=torch.int32)
+    y = experts.stacked_product(x, weight.transpose(-2, -1), offsets)
+    monkeypatch.undo()
+    assert y is not None
+    each = weight.dequantize().double()
+    wanted = torch.cat([x[:5].double() @ each[0].T, x[5:11].double() @ each[2].T])
+    assert relative_error(y[:11], wanted) < 2**-7 and not y[11].any()

@@ -47,7 +47,7 @@ from lowbit_kernels.weight_only import (
     weight_mm_experts_triton,
 )
 from lowbit_kernels.weight_only.codes_format import format_of
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors
+from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors, of_experts
 from lowbit_kernels.weight_only.weight_operands import (
     FORMAT_OPERANDS,
     FORMAT_RULES,
@@ -62,20 +62,14 @@ FEW = 5
 """The most pairs an expert, on average, for which the decode kernel is faster: of an H200, 4 and not 8."""
 
 
-def _of_experts(name: str) -> str:
-    """The declaration of a tensor of `weight_linear` with a dimension of experts."""
-    dtypes, shape = FORMAT_OPERANDS[name].split(" [", 1)
-    return f"{dtypes} [E, {shape.replace(', flatten leading dimensions first', '')}"
-
-
 @op(
     "empty(x.dtype, P, N // 2 if gated else N)",
     by_layout=True,
     planned=True,
     x="float [T, K]",
-    codes=_of_experts("codes"),
-    scale=_of_experts("scale"),
-    zero_point=_of_experts("zero_point"),
+    codes=of_experts("codes"),
+    scale=of_experts("scale"),
+    zero_point=of_experts("zero_point"),
     ids="int64 [P]",
     bias="float [E, N]",
     global_scale=FORMAT_OPERANDS["global_scale"],

@@ -1,15 +1,12 @@
-"""Tokens sorted by expert, each multiplied by its expert's weight of 4 or 8 bits.
+"""Tokens sorted by expert, each multiplied by its expert's weight, in any format of codes.
 
     out[m] = the product of `weight_linear` of x[m] and expert e's weight,  for offsets[e - 1] <= m < offsets[e]
 
     x           bfloat16, float16 or float32 [M, K]
-    codes       4 bits: uint8 [E, N, ceil(Kp / 2)];  8 bits: int8 [E, N, Kp]
-    scale       float32, bfloat16 or float16 [E, N, Kp / G]
-    zero_point  int8 [E, N, Kp / G], or None for 0
+    codes, scale, zero_point, global_scale   as in `weight_linear`, with a leading dimension E of experts, but for
+                global_scale
     offsets     int32 [E], on x's device: ends of the experts' tokens, as in ``torch._grouped_mm``; ascending, 0 to M
     out         x's dtype [M, N], contiguous; rows from the last offset on are 0
-
-G is `group_size`, and Kp is K padded to a multiple of it.
 
 The op does not check the values of the offsets, because reading them waits for the GPU. With wrong values, tokens get
 the weight of any expert, or zeros.
@@ -18,7 +15,7 @@ Implementations, as `launches` reports them:
 
     large       weight_mm_experts_large_sm90, for halves, on compute capability 9.0; one launch
     triton      weight_mm_experts_triton: GPUs, for groups of multiples of 32 or one scale a row; one launch
-    loop        CPUs and other groups: `weight_linear` expert by expert; on a GPU this waits for the offsets
+    loop        CPUs, other groups and formats: `weight_linear` expert by expert; on a GPU this waits for the offsets
     empty       no product: M, N, K or E is 0
 
 Both are kernels of `expert_linear`, which never round the weight. They find the expert of a tile of tokens in the
@@ -28,6 +25,7 @@ offsets. So nothing waits for the host, and offsets may change between replays o
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
 import torch  # noqa: F401 for the rules of the declaration
@@ -41,10 +39,12 @@ from lowbit_kernels.weight_only import (
     weight_mm_experts_triton,
 )
 from lowbit_kernels.weight_only.codes_format import format_of
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs
+from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs, of_experts
 from lowbit_kernels.weight_only.weight_mm_experts_large_sm90 import LargeExpertProduct
 from lowbit_kernels.weight_only.weight_mm_experts_triton import ExpertsTriton
 from lowbit_kernels.weight_only.weight_operands import (
+    FORMAT_OPERANDS,
+    FORMAT_RULES,
     K_RULE,
     Description,
     all_described,
@@ -57,11 +57,12 @@ from lowbit_kernels.weight_only.weight_operands import (
     "empty(x.dtype, M, N)",
     by_layout=True,
     x="float [M, K]",
-    codes="uint8|int8 [E, N, W]; uint8 holds two codes of 4 bits in a byte",
-    scale="float [E, N, groups]",
-    zero_point="int8 [E, N, groups]; it lies on the codes' grid",
+    codes=of_experts("codes"),
+    scale=of_experts("scale"),
+    zero_point=of_experts("zero_point"),
     offsets="int32 [E]",
-    rules={**group_rules(), **K_RULE},
+    global_scale=FORMAT_OPERANDS["global_scale"],
+    rules={**FORMAT_RULES, **group_rules("bits"), **K_RULE},
 )
 def grouped_linear(
     x: Tensor,
@@ -71,26 +72,35 @@ def grouped_linear(
     offsets: Tensor,
     *,
     group_size: int,
+    global_scale: Tensor | None = None,
+    bits: int = 0,
+    table: Sequence[float] = (),
 ) -> Tensor:
     """Tokens times their experts' weights; the module's docstring has shapes, dtypes and the formula.
+
+    Args:
+        x, codes, scale, zero_point, offsets, global_scale: as above, on one device.
+        group_size: elements of a row that share a scale.
+        bits, table: the format, as in `weight_linear`.
 
     Raises:
         TypeError: a dtype other than those above.
         ValueError: shapes that don't fit each other, or tensors on several devices.
     """
-    return _loop(weight_linear.reference, x, codes, scale, zero_point, offsets, group_size)
+    format = group_size, global_scale, bits, table
+    return _loop(weight_linear.reference, x, codes, scale, zero_point, offsets, format)
 
 
 reference, check = grouped_linear.reference, grouped_linear.check
 
 
-def _loop(linear, x, codes, scale, zero_point, offsets, group_size) -> Tensor:
+def _loop(linear, x, codes, scale, zero_point, offsets, format) -> Tensor:
     out = x.new_zeros((x.shape[0], codes.shape[1]))
     start = 0
     for e, end in enumerate(offsets.tolist()):
         if end > start:
             zero = None if zero_point is None else zero_point[e]
-            out[start:end] = linear(x[start:end], codes[e], scale[e], zero, None, None, group_size)
+            out[start:end] = linear(x[start:end], codes[e], scale[e], zero, None, None, *format)
         start = max(start, end)
     return out
 
@@ -104,18 +114,23 @@ class GroupedLinearPlan(NamedTuple):
 
 
 @functools.lru_cache(maxsize=8192)
-def planned(tensors: tuple[Description | None, ...], group_size: int) -> GroupedLinearPlan:
-    """The plan for x, codes, scale, zero_point and offsets that are `described` so; errors as of `grouped_linear`."""
-    layouts = all_layouts(tensors)
-    check(*layouts, group_size)
-    x, codes, scale, zero_point, _ = layouts
+def planned(
+    tensors: tuple[Description | None, ...],
+    group_size: int,
+    bits: int = 0,
+    table: tuple[float, ...] = (),
+) -> GroupedLinearPlan:
+    """The plan for x, codes, scale, zero_point, offsets and global_scale that are `described` so; errors as of
+    `grouped_linear`."""
+    x, codes, scale, zero_point, offsets, global_scale = all_layouts(tensors)
+    check(x, codes, scale, zero_point, offsets, group_size, global_scale, bits, table)
     shape = x.shape[0], codes.shape[1]
     if 0 in (*x.shape, *codes.shape):
         return GroupedLinearPlan("empty", shape)
     zeros = None if zero_point is None else zero_point.dtype
-    format = format_of(codes.dtype, scale.dtype, zeros)
+    format = format_of(codes.dtype, scale.dtype, zeros, bits, table)
     parts = (x, codes, scale, zero_point, None, x.shape[0], group_size, False)
-    operands = ExpertOperands(*parts, format)
+    operands = ExpertOperands(*parts, format, global_scale)
     if (large := weight_mm_experts_large_sm90.product(operands)) is not None:
         return GroupedLinearPlan("large", shape, large)
     product = weight_mm_experts_triton.product(operands)
@@ -123,12 +138,14 @@ def planned(tensors: tuple[Description | None, ...], group_size: int) -> Grouped
 
 
 @grouped_linear.kernel
-def _run(x, codes, scale, zero_point, offsets, group_size) -> Tensor:
-    plan = planned(all_described(x, codes, scale, zero_point, offsets), group_size)
+def _run(x, codes, scale, zero_point, offsets, group_size, global_scale, bits, table) -> Tensor:
+    described = all_described(x, codes, scale, zero_point, offsets, global_scale)
+    plan = planned(described, group_size, bits, tuple(table))
     ran("grouped_linear", plan.implementation)
     if plan.implementation == "empty":
         return x.new_zeros(plan.shape)
     if plan.product is None:
-        return _loop(weight_linear.run, x, codes, scale, zero_point, offsets, group_size)
-    pairs = (x, codes, scale, zero_point, None, None, offsets.contiguous())
+        format = group_size, global_scale, bits, table
+        return _loop(weight_linear.run, x, codes, scale, zero_point, offsets, format)
+    pairs = (x, codes, scale, zero_point, None, None, offsets.contiguous(), global_scale)
     return plan.product.of_sorted(SortedPairs(*pairs))

@@ -7,10 +7,16 @@ from typing import NamedTuple
 from torch import Tensor
 
 from lowbit_kernels.weight_only.codes_format import CodesFormat
-from lowbit_kernels.weight_only.weight_operands import TensorLayout
+from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, TensorLayout
 
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Tensor | None]
 """x, codes, scale, zero_point, bias, ids and global_scale of a product."""
+
+
+def of_experts(name: str) -> str:
+    """The declaration of a tensor of `weight_linear` with a dimension of experts."""
+    dtypes, shape = FORMAT_OPERANDS[name].split(" [", 1)
+    return f"{dtypes} [E, {shape.replace(', flatten leading dimensions first', '')}"
 
 
 class SortedPairs(NamedTuple):

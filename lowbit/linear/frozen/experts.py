@@ -94,9 +94,15 @@ def has_expert_kernel(
         return format == _E4M3
     if format.bits > (4 if stored_as == "table" else 8) or spec.zero_point_is_value:
         return False
-    is_everywhere = format in _WHOLE_BYTES or (format == E2M1 and spec.scale_format == "e8m0")
     is_whole = format.bits in (4, 8) or k % WHOLE_STREAM == 0
-    return is_everywhere or device.type == "cpu" or (is_whole and runs_on_hopper(device))
+    return _runs_anywhere(spec) or device.type == "cpu" or (is_whole and runs_on_hopper(device))
+
+
+def _runs_anywhere(spec: Spec) -> bool:
+    """True for formats of `has_expert_kernel` that have a kernel for many tokens on every GPU."""
+    format = spec.format
+    whole = format in _WHOLE_BYTES or (format == E2M1 and spec.scale_format == "e8m0")
+    return whole or format == _E4M3
 
 
 def chosen_product(
@@ -119,13 +125,17 @@ def chosen_product(
 
 def stacked_product(x: Tensor, weight: Any, offsets: Tensor | None = None) -> Tensor | None:
     """x [E, M, K], or x [M, K] whose rows for each expert end at `offsets`, times a weight [E, K, N] that holds
-    [E, N, K] transposed, by the kernel of `chosen_product`; None where it has none. Not on CPUs, where converted
+    [E, N, K] transposed, by the kernels of `chosen_product`; None where it has none. Not on CPUs, where converted
     experts have the outputs of those that were prepared for QAT, to the bit."""
     if x.dtype not in HALVES or not (x.is_cuda and weight.transposed):
         return None
     facts = weight.stored_as, weight.spec, weight.activation, x.shape[-1], x.device
     if not has_expert_kernel(*facts):
         return None
+    if offsets is not None and _runs_anywhere(weight.spec):  # the rows are sorted already
+        with tracer.running(x, weight, "grouped_linear"), _PlainAttributes():
+            arguments = weight.expert_arguments()
+            return kernels.grouped_linear.grouped_linear(x, offsets=offsets, **arguments)
     rows = torch.arange(x.shape[-2], device=x.device, dtype=torch.int32)
     if offsets is not None:
         return chosen_product(x, weight, torch.searchsorted(offsets, rows, right=True))
