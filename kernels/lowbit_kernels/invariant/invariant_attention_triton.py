@@ -191,8 +191,7 @@ def _attend(
     head, token = h * group + rows // tokens, rows % tokens
     q, t_q = _queries(query + b * q_b, head, token, q_h, q_t, q_d, row_ok, width, D)
     a = _number(t_q) * factor
-    key += b * k_b + h * k_h
-    value += b * v_b + h * v_h
+    key, value = key + b * k_b + h * k_h, value + b * v_b + h * v_h
     key_scale += b * ks_b + h * ks_h
     value_scale += b * ks_b + h * ks_h
     power += b * ks_b + h * ks_h
@@ -342,9 +341,9 @@ def attend(
         "D": max(32, triton.next_power_of_2(width)),
         "E": max(32, triton.next_power_of_2(value_width)),
     }
-    blocks, pairs = triton.cdiv(rows, shape["M"]), batch * kv_heads
+    blocks, pairs = triton.cdiv(rows, m), batch * kv_heads
     count = 1 if is_large else _parts(keys, blocks * pairs, device)
-    span = triton.cdiv(triton.cdiv(keys, count), shape["N"]) * shape["N"]
+    span = triton.cdiv(triton.cdiv(keys, count), n) * n
     count = triton.cdiv(keys, span)
     dtype = stored_dtype(query.dtype, device)
     result = torch.empty((batch, tokens, heads, value_width), dtype=dtype, device=device)
@@ -352,19 +351,12 @@ def attend(
     if is_large:
         with torch.cuda.device_of(query):
             own = encoded(key, value, (shape["D"], shape["E"]))
-    scratch: tuple[Tensor, Tensor, Tensor] = (result, result, result)
-    if count > 1:
-        many = count * pairs * blocks * shape["M"]
-        scratch = (
-            torch.empty((many, 2), dtype=torch.float32, device=device),
-            torch.empty((many, 2, shape["E"]), dtype=torch.int32, device=device),
-            torch.empty(many, dtype=torch.int64, device=device),
-        )
-    own_mask = None if mask is None else mask.expand(batch, heads, tokens, keys)
-    if own_mask is not None and own_mask.stride(-1) != 1:
-        own_mask = own_mask.contiguous()
-    strides = (0, 0, 0) if own_mask is None else own_mask.stride()[:3]
-    shown = result if own_mask is None else own_mask.view(torch.uint8)
+    scratch = (
+        [result] * 3 if count == 1 else _scratch(count * pairs * blocks * m, shape["E"], query)
+    )
+    shown, strides = (
+        (result, (0, 0, 0)) if mask is None else _bytes(mask.expand(batch, heads, tokens, keys))
+    )
     arguments = (
         *(query, *own[:5], shown, result, *scratch),
         *(in_float32(scale * math.log2(math.e)), tokens, keys, kv_heads, group, width, value_width),
@@ -394,6 +386,18 @@ def attend(
                 **EXACT,
             )
     return result.to(query.dtype)
+
+
+def _scratch(rows: int, width: int, like: Tensor) -> list[Tensor]:
+    """Maxima, sums and counts of so many rows of parts."""
+    shapes = {torch.float32: (rows, 2), torch.int32: (rows, 2, width), torch.int64: (rows,)}
+    return [like.new_empty(shape, dtype=dtype) for dtype, shape in shapes.items()]
+
+
+def _bytes(mask: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """The mask as the kernel reads it, and its first three strides."""
+    mask = mask if mask.stride(-1) == 1 else mask.contiguous()
+    return mask.view(torch.uint8), mask.stride()[:3]
 
 
 def tile_of(rows: int, is_masked: bool) -> tuple[int, int, int, int]:
