@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+import lowbit
 from lowbit import (
     AffineTensor,
     Float8DynamicActivationFloat8Weight,
@@ -231,3 +232,36 @@ def test_equations_that_do_not_fit_are_torchs_errors() -> None:
             torch.einsum(equation, X, w)
     with pytest.raises((RuntimeError, ValueError)):
         torch.einsum("bk,nk->bn", ROWS, w)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_an_adapter_added_to_frozen_experts(transposed: bool, autocast: bool) -> None:
+    """As PEFT adds it: in the memory of the values, with the sum of torch, gradients to both factors, and the weight
+    as it was."""
+    torch.manual_seed(0)
+    weight: Any = lowbit.AffineTensor.from_float(
+        torch.randn(E, N, 64).bfloat16(), lowbit.Int8WeightOnly()
+    )
+    weight = weight.transpose(1, 2) if transposed else weight
+    plain = weight.dequantize()
+    dtype = torch.float32 if autocast else torch.bfloat16
+    found = []
+    for w in (weight, plain):
+        torch.manual_seed(1)
+        a, b = (
+            torch.randn(E, *size, dtype=dtype).requires_grad_()
+            for size in ((w.shape[1], 3), (3, w.shape[2]))
+        )
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            y = torch.baddbmm(w, a, b, alpha=0.5)
+        assert y.dtype is torch.bfloat16
+        (y.float() ** 2).sum().backward()
+        found.append((y.detach(), a.grad, b.grad))
+    for own, wanted in zip(*found, strict=True):
+        assert relative_error(own, wanted) < 2**-7
+    assert torch.equal(weight.dequantize(), plain)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        saved: list[Tensor] = []
+        torch.baddbmm(weight, a.bfloat16(), b.bfloat16())
+    assert all(t.numel() < plain.numel() for t in saved)

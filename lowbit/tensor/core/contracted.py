@@ -132,11 +132,35 @@ def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
         if out is not None:
             held: Any = next(t for t in (input, a, b) if isinstance(t, low))
             raise held._unsupported("a sum with a product with out=")
+        if multiply is torch.bmm and beta == 1 and _is_frozen(input):
+            values = input.dequantize()
+            if (y := _baddbmm_(values, a, b, alpha)) is not None:
+                return y
+            input = values
         y = multiply(a, b)
         y = y if alpha == 1 else alpha * y
         return y if beta == 0 else (input if beta == 1 else beta * input) + y
 
     return run
+
+
+def _is_frozen(weight: Any) -> bool:
+    """True for a packed weight whose values have memory of their own each time, and no gradient."""
+    return getattr(weight, "stored_as", None) is not None
+
+
+def _baddbmm_(values: Tensor, a: Any, b: Any, alpha: float) -> Tensor | None:
+    """values + alpha · bmm(a, b) in the memory of `values`, a stack that is not used again; None where the sum has
+    another dtype or shape."""
+    kind = values.device.type
+    if torch.is_autocast_enabled(kind):
+        a, b = (t.to(torch.get_autocast_dtype(kind)) for t in (a, b))
+    fits = type(a) is type(b) is type(values) is Tensor and a.ndim == b.ndim == 3
+    if not fits or not a.dtype == b.dtype == values.dtype:
+        return None
+    if values.shape != (a.shape[0], a.shape[1], b.shape[2]):
+        return None
+    return values.baddbmm_(a, b, alpha=alpha)
 
 
 def _labels(equation: str, ndims: Sequence[int]) -> list[str] | None:

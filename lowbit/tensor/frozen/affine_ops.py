@@ -43,7 +43,8 @@ def _by_kernel(
     """The product by a kernel; None where it has none."""
     rest = any(one is not None for one in (*others, *named.values()))
     if isinstance(weight, AffineTensor) and weight.ndim == 3 and not rest:
-        return stacked_product(x, weight, offs)
+        with torch.no_grad():  # autograd is above, and x may still ask for a gradient
+            return stacked_product(x, weight, offs)
     return None
 
 
