@@ -6,20 +6,21 @@ plain parameters. Measured in torch 2.11 for a call with 224 int4 weights: 2.5 m
 weights.
 
 So a module with frozen weights gets a subclass of its class, of the same name, in place. Its parameters, its state dict
-and its eager code stay as they are. Beside the parameter the module holds the inner tensors in one tuple, and all else
-that a graph needs in one string. Code that torch.compile traces makes the weight from the two inside the graph. Each
-attribute that it reads costs guards at each call, and each tensor bytecode that fetches it. So it reads no others:
-`python -m benchmarks compiled_call` shows what they cost.
+and its eager code stay as they are. Beside the parameter the module holds the inner tensors and the bias in one tuple,
+and all else that a graph needs in one string. Code that torch.compile traces makes the weight from the two inside the
+graph. Each attribute that it reads costs guards at each call, and each tensor bytecode that fetches it. So it reads no
+others: `python -m benchmarks compiled_call` shows what they cost.
 
 The tuples follow the parameter through `to`, `load_state_dict`, `weight.data = …`, an assignment, FSDP2, copies and
 pickles. They do not see what is done behind the module's back: a write to `module._parameters`, as by
 `torch.func.functional_call` and accelerate's `set_module_tensor_to_device`; `torch.utils.swap_tensors`; another inner
-tensor for the weight (`weight.scale = …`). Eager code follows these, and compiled code after
+tensor for the weight (`weight.scale = …`). The same holds for a bias. Eager code follows these, and compiled code after
 `lowbit.inference.freeze_(model)`. Modules with a hook of accelerate are compiled as before. So are weights that are
 DTensors. `torch.export` sees the parameters.
 
 Siblings such as q, k and v whose weights lie side by side in memory have one product in a graph without gradients. The
-first of them shows the joint weight, and the others their places in it. They do not see `bias.data = …`.
+first of them shows the joint weight, and the others their places in it: a graph that calls the first one before them
+takes no tensor of theirs. They do not see `bias.data = …`.
 """
 
 from __future__ import annotations
@@ -95,26 +96,29 @@ def shown_class(module: nn.Module) -> type[nn.Module]:
 
 _PREFIX = "_lowbit_"
 """How the attributes begin that hold inner tensors."""
-_SHARED, _JOINT_BIAS = f"{_PREFIX}shared", f"{_PREFIX}joint_bias"
+_SHARED, _NUMBER = f"{_PREFIX}shared", f"{_PREFIX}number"
 _FORWARD = nn.Linear.forward
 
 
 def _parts(name: str) -> str:
-    """The attribute that holds the inner tensors of the weight of this name, in the order of its form."""
+    """The attribute that holds the inner tensors of the weight of this name, in the order of its form, and the bias."""
     return f"{_PREFIX}parts_{name}"
 
 
 def _about(name: str) -> str:
-    """The attribute that says the rest: form, place among siblings, "bias" if there may be one; a line each."""
+    """The attribute that says the rest: form, where the bias is (`_bias`), place among siblings; a line each."""
     return f"{_PREFIX}about_{name}"
 
 
-def _shown(name: str, weight: LowbitTensor, place: str = "", bias: Any = True) -> dict[str, Any]:
-    """The attributes that show graphs a weight."""
+def _shown(name: str, weight: LowbitTensor, bias: Any, place: str = "") -> dict[str, Any]:
+    """The attributes that show graphs a weight, and a bias that is a tensor or None. Another bias stays where it is."""
     form, tensors = name_of_form(weight), weight.inner_tensors()
+    parts = tuple(tensors[part] for part in parts_of_form(form))
+    is_part = isinstance(bias, Tensor)
+    where = "part" if is_part else "" if bias is None else "attribute"
     return {
-        _parts(name): tuple(tensors[part] for part in parts_of_form(form)),
-        _about(name): f"{form}\n{place}\n{'' if bias is None else 'bias'}",
+        _parts(name): (*parts, bias) if is_part else parts,
+        _about(name): f"{form}\n{where}\n{place}",
     }
 
 
@@ -140,8 +144,8 @@ def _show(module: Any, name: str) -> None:
     weight.shown_in = (*known, (weakref.ref(module), _show_all))
     shared = module.__dict__.get(_SHARED)
     place = "" if shared is None else shared.place_of(module)
-    bias = module._parameters.get("bias", "another attribute")
-    module.__dict__.update(_shown(name, weight, place, bias))
+    bias = module._parameters.get("bias", "another attribute") if name == "weight" else None
+    module.__dict__.update(_shown(name, weight, bias, place))
 
 
 class _Shared:
@@ -157,6 +161,18 @@ class _Shared:
         return next(
             place for ref, place in zip(self.modules, self.places, strict=True) if ref() is module
         )
+
+    def number(self, index: int) -> Callable[[], int]:
+        """`lowbit.linear.frozen.in_graph.number_of` for one of the siblings, a constant in graphs. Guards see its code
+        alone, so that one graph serves all layers alike."""
+
+        def number() -> int:
+            from lowbit.linear.frozen.in_graph import number_of
+
+            return number_of(self, index)
+
+        number._dynamo_marked_constant = True  # type: ignore[attr-defined]
+        return number
 
 
 def share_product(
@@ -180,9 +196,9 @@ def share_product(
     sizes = ",".join(str(module.weight.shape[0]) for module in modules)
     places = [f"{index} {sizes} {path}" for index in range(len(modules))]
     shared = _Shared(modules, places, is_whole)
-    modules[0].__dict__.update(_shown("joint", joint, bias=bias) | {_JOINT_BIAS: bias})
-    for module in modules:
-        module.__dict__[_SHARED] = shared
+    modules[0].__dict__.update(_shown("joint", joint, bias))
+    for index, module in enumerate(modules):
+        module.__dict__.update({_SHARED: shared, _NUMBER: shared.number(index)})
         _show(module, "weight")
 
 
@@ -195,7 +211,7 @@ def _check_shared(module: nn.Module, is_shown: bool = True) -> None:
     parted = [one for one in found if one.__dict__.get(_SHARED) is shared]
     for one in parted:
         _hide(one, "joint")
-        for key in (_SHARED, _JOINT_BIAS):
+        for key in (_SHARED, _NUMBER):
             one.__dict__.pop(key, None)
     for one in parted:
         _show(one, "weight")
@@ -271,13 +287,26 @@ def _in_graph(module: Any, name: str) -> Tensor | None:
     if not _is_compiling() or _is_exported():
         return None
     about = getattr(module, _about(name), None)
-    return None if about is None else _made(about.split("\n")[0], getattr(module, _parts(name)))
+    if about is None:
+        return None
+    form, where, _ = about.split("\n")
+    parts = getattr(module, _parts(name))
+    return _made(form, parts[:-1] if where == "part" else parts)
 
 
 def _made(form: str, parts: tuple[Tensor, ...]) -> Tensor:
     from lowbit.tensor.core.in_graph import made
 
     return made(form, sources_of_form(form), *parts)
+
+
+def _operands(module: Any, about: str, parts: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None]:
+    """The weight that `_shown` describes, made of its parts, and the bias. Guards on a bias that is None cost as well,
+    so where there is none this reads none."""
+    form, where, _ = about.split("\n")
+    if where == "part":
+        return _made(form, parts[:-1]), parts[-1]
+    return _made(form, parts), module.bias if where else None
 
 
 def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype, device: torch.device) -> bool:
@@ -289,22 +318,21 @@ def _has_expert_kernel(module: Any, name: str, dtype: torch.dtype, device: torch
 
 
 def _linear_in_graph(self: Any, input: Tensor) -> Tensor:
-    """The forward of nn.Linear in code that torch.compile traces. Guards on a bias that is None cost as well, so it
-    reads the bias only where there may be one."""
+    """The forward of nn.Linear in code that torch.compile traces."""
     about = None if _is_exported() else getattr(self, "_lowbit_about_weight", None)
     if about is None:
         return F.linear(input, self.weight, self.bias)
-    form, place, bias = about.split("\n")
-    if not place or torch.is_grad_enabled():
-        return F.linear(input, _made(form, self._lowbit_parts_weight), self.bias if bias else None)
+    place = about.split("\n")[2]
+    number = -1 if not place or torch.is_grad_enabled() else self._lowbit_number()
+    if number < 0:
+        weight, bias = _operands(self, about, self._lowbit_parts_weight)
+        return F.linear(input, weight, bias)
     from lowbit.linear.frozen.in_graph import sibling_linear
 
     if place[:1] != "0":
-        own = self.bias if bias else None
-        return sibling_linear(input, _made(form, self._lowbit_parts_weight), own, place)
-    form, _, bias = self._lowbit_about_joint.split("\n")
-    own = self._lowbit_joint_bias if bias else None
-    return sibling_linear(input, _made(form, self._lowbit_parts_joint), own, place)
+        return sibling_linear(input, None, None, place, number)
+    weight, bias = _operands(self, self._lowbit_about_joint, self._lowbit_parts_joint)
+    return sibling_linear(input, weight, bias, place, number)
 
 
 def _linear(self: Any, input: Tensor) -> Tensor:

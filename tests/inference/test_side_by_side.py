@@ -171,7 +171,7 @@ def compiled(model: nn.Module) -> tuple[Callable[..., torch.Tensor], Products]:
 
 def place_of(layer: Any) -> str:
     """The place among its siblings that graphs of a linear read."""
-    return str(layer._lowbit_about_weight.split("\n")[1])
+    return str(layer._lowbit_about_weight.split("\n")[2])
 
 
 def is_close(found: torch.Tensor, expected: torch.Tensor) -> bool:
@@ -259,6 +259,92 @@ def test_siblings_of_several_inputs_stay_apart(
     run, products = compiled(model)
     inputs = [torch.randn(3, 64) for _ in range(1 + (kind is Crossed))]
     assert is_close(run(*inputs), model(*inputs)) and products.counts == [4]
+
+
+class Backwards(Attention):
+    """Attention that begins with v."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        v, q, k = self.v_proj(x), self.q_proj(x), self.k_proj(x)
+        return self.o_proj(q * torch.cat([k, v], -1))
+
+
+class Twice(Attention):
+    """Attention to two inputs, by one q and two k and v."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, other = self.q_proj(x), self.k_proj(x), self.k_proj(2 * x)
+        return self.o_proj(q * torch.cat([k + other, self.v_proj(x)], -1))
+
+
+class Interleaved(nn.Module):
+    """Two attentions whose linears take turns with one input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(Attention() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (
+            [getattr(head, name)(x) for head in self.heads]
+            for name in ("q_proj", "k_proj", "v_proj")
+        )
+        outputs = [q[i] * torch.cat([k[i], v[i]], -1) for i in range(2)]
+        return self.heads[0].o_proj(outputs[0]) - self.heads[1].o_proj(outputs[1])
+
+
+@pytest.mark.parametrize("kind", [Backwards, Twice, Interleaved])
+@torch.no_grad()
+def test_siblings_in_another_order(
+    kind: Callable[[], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    torch.manual_seed(0)
+    model = kind().requires_grad_(False)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    run, _ = compiled(model)
+    x = torch.randn(3, 64)
+    assert is_close(run(x), model(x))
+
+
+@torch.no_grad()
+def test_a_sibling_whose_first_is_in_another_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, joined = pair(monkeypatch, lb.Int4WeightOnly(32), bias=True)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        q = joined.q_proj(x)
+        torch._dynamo.graph_break()
+        return q * torch.cat([joined.k_proj(x), joined.v_proj(x)], -1)
+
+    torch._dynamo.reset()
+    products = Products()
+    x = torch.randn(3, 64)
+    assert is_close(torch.compile(forward, backend=products)(x), forward(x))
+    assert products.counts == [1, 2]
+
+
+class Inputs:
+    """A backend of torch.compile that counts the inputs of each graph."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, graph: Any, examples: list[Any]) -> Callable[..., Any]:
+        self.counts.append(len(examples))
+        return graph.forward  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@torch.no_grad()
+def test_siblings_are_inputs_of_a_graph_once(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    apart, joined = pair(monkeypatch, lb.Int4WeightOnly(32), bias=bias)
+    x, counts = torch.randn(3, 64), []
+    for model in (apart, joined):
+        torch._dynamo.reset()
+        inputs = Inputs()
+        assert is_close(torch.compile(model, backend=inputs, fullgraph=True)(x), model(x))
+        counts += inputs.counts
+    assert counts == [1 + 4 * (2 + bias), 1 + 2 * (2 + bias)], "x, and codes, scales and biases"
 
 
 def test_one_graph_serves_blocks_alike(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,34 +40,70 @@ class _Calls:
         """True if all read one input the last time. Cross attention does not."""
         self.first: tuple[Any, int | None] = (lambda: None, None)
         """The input of the latest first call: a weak reference, and how often it was written to."""
+        self.operands: tuple[Any, Tensor | None] | None = None
+        """The weight and the bias of all, from the first call to the last."""
         self.equal = 0
-        """How many of the calls since have read that."""
+        """How many of the calls since have read the first input."""
         self.outputs: tuple[Tensor, ...] | None = None
 
 
-_CALLS: dict[str, _Calls] = {}
-"""By the place of the siblings, without their index."""
+_CALLS: dict[tuple[str, int], _Calls] = {}
+"""By the place of the siblings, without their index, and their number."""
+_GROUPS: weakref.WeakKeyDictionary[Any, list[tuple[Any, int]]] = weakref.WeakKeyDictionary()
+"""By what traces a graph: the siblings whose first one it has called, and the index of the one that comes next."""
+
+
+def number_of(siblings: Any, index: int) -> int:
+    """The number of these siblings in the graph that torch.compile traces, in the order of their first calls.
+
+    The first one starts a number, and the others follow in their order. One that the graph calls without those before
+    it gets -1, and so do all after it: its weight is not at hand in the graph.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    groups = _GROUPS.setdefault(InstructionTranslator.current_tx().output.current_tracer, [])
+    if index == 0:
+        groups.append((siblings, 1))
+        return len(groups) - 1
+    for number in reversed(range(len(groups))):
+        if groups[number][0] is siblings:
+            is_next = groups[number][1] == index
+            groups[number] = (siblings, index + 1 if is_next else -1)
+            return number if is_next else -1
+    return -1
 
 
 @taken_whole
-def sibling_linear(x: Tensor, weight: Any, bias: Tensor | None, place: str) -> Tensor:
-    """`linear` of one of the siblings that `lowbit.layers.frozen.share_product` describes. The first one computes all
-    outputs, if all read the same input when this was traced before. Its weight and bias are those of all."""
-    number, sizes, path = place.split(" ", 2)
-    index, parts = int(number), [int(size) for size in sizes.split(",")]
-    calls = _CALLS.setdefault(f"{sizes} {path}", _Calls())
+def sibling_linear(x: Tensor, weight: Any, bias: Tensor | None, place: str, number: int) -> Tensor:
+    """`linear` of one of the siblings that `lowbit.layers.frozen.share_product` describes.
+
+    The first one computes all outputs, if all read the same input when this was traced before.
+
+    Args:
+        x: [..., K].
+        weight: the weights of all siblings as one, [sum of N, K], for the first one; None for the others.
+        bias: the biases of all, [sum of N], where they have some; None for all but the first one.
+        place: the index among the siblings, their N, and a name that layers alike share.
+        number: which of the siblings of the graph these are (`number_of`).
+    """
+    at, sizes, path = place.split(" ", 2)
+    index, parts = int(at), [int(size) for size in sizes.split(",")]
+    calls = _CALLS.setdefault((f"{sizes} {path}", number), _Calls())
     written = None if x.is_inference() else x._version
     if index == 0:
-        calls.first, calls.equal, calls.outputs = (weakref.ref(x), written), 1, None
+        calls.first, calls.equal, calls.outputs = (weakref.ref(x), written), 0, None
+        calls.operands = weight, bias
         if calls.same:
             calls.outputs = any_linear(x, weight, bias).split(parts, -1)
-            return calls.outputs[0]
-        own = slice(parts[0])
-        return any_linear(x, weight[own], None if bias is None else bias[own])
     first, then = calls.first
-    is_same = first() is x and written == then is not None
+    is_same = first() is x and (index == 0 or written == then is not None)
     calls.equal += is_same
+    assert calls.operands is not None
+    weight, bias = calls.operands
     y = calls.outputs[index] if is_same and calls.outputs is not None else None
     if index == len(parts) - 1:
-        calls.same, calls.outputs = calls.equal == len(parts), None
-    return any_linear(x, weight, bias) if y is None else y
+        calls.same, calls.outputs, calls.operands = calls.equal == len(parts), None, None
+    if y is not None:
+        return y
+    own = slice(sum(parts[:index]), sum(parts[: index + 1]))
+    return any_linear(x, weight[own], None if bias is None else bias[own])
