@@ -259,12 +259,6 @@ struct Consumer {
         load_codes(loaded, at + piece / HALVES % SUBTILES * (64 / SPREAD) * PITCH, step_of(piece));
     }
 
-    // Waits for the chunk in this slot, before the products of the last one are issued, and loads its first codes.
-    MEMBER void enter(const Ring &ring, uint32 codes) {
-        barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
-        if constexpr (EARLY) load_piece(base + ring.slot * STAGE_BYTES + codes, 0);
-    }
-
     // Adds the products of chunks first..last - 1 to `sums`, or to `totals` where groups have separate sums; both begin
     // as 0. A piece has two or four products. While the tensor cores work on a piece, the next is unpacked in other
     // registers.
@@ -287,21 +281,20 @@ struct Consumer {
         int before = -1;
         const Ring after = ring.after(last - first);
         ring = ring.after(others);
-        if (first + others < (int)end) enter(ring, codes);
-        for (int chunk = first + others; chunk < (int)end; chunk += turns) {
+        for (int chunk = first + others; chunk < (int)end; chunk += turns, ring.advance(turns)) {
             if constexpr (GROUP > 0) {
                 take_fetched(chunk);
                 fetch(chunk + turns);
             }
+            barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
             const uint32 stage = base + ring.slot * STAGE_BYTES;
-            Ring following = ring;
-            following.advance(turns);
             // The shuffle tells the compiler that the value is uniform, so that one instruction adds to its 64 bits.
             // Otherwise each half is moved at each use.
             const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
             const uint64 tokens = (uint64)OPERAND_HIGH << 32 | low;
+            if constexpr (EARLY) load_piece(stage + codes, 0);
 #pragma unroll
-            for (int piece = 0; piece < LAST + 1; ++piece) {
+            for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
                 const int subtile = piece / HALVES % SUBTILES, half = piece % HALVES, part = piece / (HALVES * SUBTILES);
                 uint32(&own)[STEPS * 4] = a[piece % 2];
                 // Waits until the products of the piece before the last one are done with these registers. Where the
@@ -317,8 +310,7 @@ struct Consumer {
                 } else {
                     unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1], seen[subtile]);
                 }
-                if (EARLY && piece < LAST) load_piece(stage + codes, piece + 1);
-                if (piece == LAST && chunk + turns < (int)end) enter(following, codes);
+                if (EARLY && piece + 1 < PIECES * SUBTILES) load_piece(stage + codes, piece + 1);
                 if (FLUSH && piece % (HALVES * SUBTILES) == 0) {
                     product_wait<0>();
                     flush_all(totals, sums, pending, part);
@@ -334,7 +326,7 @@ struct Consumer {
                 product_commit();
                 if constexpr (ORDERED) named_barrier_arrive(3 - threadIdx.x / 128, WARPS * 32);
             }
-            before = ring.slot, ring = following;
+            before = ring.slot;
         }
         product_wait<0>();
         keep(a[0]), keep(a[1]);

@@ -47,7 +47,6 @@ static constexpr int STEPS = FOUR ? 4 : 2;
 static constexpr bool ORDERED = CODES == LOOKUP && GROUPS == 2 && LANES == 1 && TOKENS >= 64 && TOKENS <= 128;
 static constexpr int WORDS = STEPS * BITS / 2;  // of a row's codes in a piece
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // in a chunk, in a part
-static constexpr int LAST = PIECES * SUBTILES - 1;
 // Whether a piece's codes are loaded while the products of the previous piece are issued, where registers suffice.
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < (GROUPS == 3 ? 80 : 64);
 static constexpr uint32 LESS = FOLDED ? 40 * 0x00800080 : 0;
