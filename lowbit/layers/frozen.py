@@ -20,7 +20,8 @@ DTensors. `torch.export` sees the parameters.
 
 Siblings such as q, k and v whose weights lie side by side in memory have one product in a graph without gradients. The
 first of them shows the joint weight, and the others their places in it: a graph that calls the first one before them
-takes no tensor of theirs. They do not see `bias.data = …`.
+takes no tensor of theirs. They do not see `bias.data = …`, nor a write to a weight or bias between their calls in one
+graph. Guards compare what siblings share, so that no graph takes a module that has another's place for its sibling.
 """
 
 from __future__ import annotations
@@ -323,7 +324,9 @@ def _linear_in_graph(self: Any, input: Tensor) -> Tensor:
     if about is None:
         return F.linear(input, self.weight, self.bias)
     place = about.split("\n")[2]
-    number = -1 if not place or torch.is_grad_enabled() else self._lowbit_number()
+    number = -1
+    if place and not torch.is_grad_enabled() and self._lowbit_shared is not None:
+        number = self._lowbit_number()
     if number < 0:
         weight, bias = _operands(self, about, self._lowbit_parts_weight)
         return F.linear(input, weight, bias)

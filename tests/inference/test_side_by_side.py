@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit.convert import side_by_side
@@ -163,7 +164,7 @@ class Products:
         return aot_autograd(fw_compiler=count)(graph, examples)
 
 
-def compiled(model: nn.Module) -> tuple[Callable[..., torch.Tensor], Products]:
+def compiled(model: Callable[..., Any]) -> tuple[Callable[..., Any], Products]:
     torch._dynamo.reset()
     products = Products()
     return torch.compile(model, backend=products, fullgraph=True), products
@@ -321,6 +322,53 @@ def test_a_sibling_whose_first_is_in_another_graph(monkeypatch: pytest.MonkeyPat
     x = torch.randn(3, 64)
     assert is_close(torch.compile(forward, backend=products)(x), forward(x))
     assert products.counts == [1, 2]
+
+
+@torch.no_grad()
+def test_a_sibling_that_is_another_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    model = nn.ModuleList(Attention() for _ in range(3)).requires_grad_(False)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+    x = torch.randn(3, 64)
+    torch._dynamo.reset()
+    run = torch.compile(lambda block, x: block(x), backend=Products(), fullgraph=True)
+    assert is_close(run(model[0], x), model[0](x))
+    model[1].v_proj = model[0].v_proj
+    assert is_close(run(model[1], x), model[1](x)), "another block, in the graph of the first one"
+    model[0].k_proj = model[2].k_proj
+    assert is_close(run(model[0], x), model[0](x)), "the same block"
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@torch.no_grad()
+def test_siblings_around_a_checkpoint(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    outer, inner = model = nn.ModuleList(Attention() for _ in range(2)).requires_grad_(False)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        q = outer.q_proj(x)
+        other = checkpoint(inner if whole else inner.q_proj, x, use_reentrant=False)
+        return q * torch.cat([outer.k_proj(x), outer.v_proj(x)], -1) + other
+
+    run, _ = compiled(forward)
+    x = torch.randn(3, 64)
+    assert is_close(run(x), forward(x))
+
+
+@torch.no_grad()
+def test_siblings_with_and_without_autocast(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, joined = pair(monkeypatch, lb.Int4WeightOnly(32))
+
+    def forward(x: torch.Tensor) -> list[torch.Tensor]:
+        q = joined.q_proj(x)
+        with torch.autocast("cpu", torch.bfloat16):
+            return [q, joined.k_proj(x), joined.v_proj(x)]
+
+    run, _ = compiled(forward)
+    x = torch.randn(3, 64)
+    pairs = list(zip(run(x), forward(x), strict=True))
+    assert all(a.dtype == b.dtype and relative_error(a, b) < 1e-2 for a, b in pairs)
 
 
 class Inputs:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from lowbit.linear.frozen import experts
@@ -38,8 +39,9 @@ class _Calls:
     def __init__(self) -> None:
         self.same = False
         """True if all read one input the last time. Cross attention does not."""
-        self.first: tuple[Any, int | None] = (lambda: None, None)
-        """The input of the latest first call: a weak reference, and how often it was written to."""
+        self.first: tuple[Any, int | None, torch.dtype | None] = (lambda: None, None, None)
+        """The input of the latest first call: a weak reference, how often it was written to, and the dtype of autocast
+        around the call."""
         self.operands: tuple[Any, Tensor | None] | None = None
         """The weight and the bias of all, from the first call to the last."""
         self.equal = 0
@@ -49,26 +51,30 @@ class _Calls:
 
 _CALLS: dict[tuple[str, int], _Calls] = {}
 """By the place of the siblings, without their index, and their number."""
-_GROUPS: weakref.WeakKeyDictionary[Any, list[tuple[Any, int]]] = weakref.WeakKeyDictionary()
-"""By what traces a graph: the siblings whose first one it has called, and the index of the one that comes next."""
+_GROUPS: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any, int]]] = weakref.WeakKeyDictionary()
+"""By what traces a graph: the siblings whose first one it has called, each with what traces the graph inside, such as
+that of a checkpoint, that has the call, and the index of the one that comes next."""
 
 
 def number_of(siblings: Any, index: int) -> int:
     """The number of these siblings in the graph that torch.compile traces, in the order of their first calls.
 
     The first one starts a number, and the others follow in their order. One that the graph calls without those before
-    it gets -1, and so do all after it: its weight is not at hand in the graph.
+    it gets -1, and so do all after it: its weight is not at hand in the graph. Graphs inside the graph, such as those of
+    checkpoints, are graphs of their own, but count on, since they may run between siblings.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
-    groups = _GROUPS.setdefault(InstructionTranslator.current_tx().output.current_tracer, [])
+    output = InstructionTranslator.current_tx().output
+    groups = _GROUPS.setdefault(output.root_tracer, [])
+    own = weakref.ref(output.current_tracer), siblings
     if index == 0:
-        groups.append((siblings, 1))
+        groups.append((*own, 1))
         return len(groups) - 1
     for number in reversed(range(len(groups))):
-        if groups[number][0] is siblings:
-            is_next = groups[number][1] == index
-            groups[number] = (siblings, index + 1 if is_next else -1)
+        if groups[number][:2] == own:
+            is_next = groups[number][2] == index
+            groups[number] = (*own, index + 1 if is_next else -1)
             return number if is_next else -1
     return -1
 
@@ -90,13 +96,15 @@ def sibling_linear(x: Tensor, weight: Any, bias: Tensor | None, place: str, numb
     index, parts = int(at), [int(size) for size in sizes.split(",")]
     calls = _CALLS.setdefault((f"{sizes} {path}", number), _Calls())
     written = None if x.is_inference() else x._version
+    kind = x.device.type
+    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
     if index == 0:
-        calls.first, calls.equal, calls.outputs = (weakref.ref(x), written), 0, None
+        calls.first, calls.equal, calls.outputs = (weakref.ref(x), written, cast), 0, None
         calls.operands = weight, bias
         if calls.same:
             calls.outputs = any_linear(x, weight, bias).split(parts, -1)
-    first, then = calls.first
-    is_same = first() is x and (index == 0 or written == then is not None)
+    first, then, cast_then = calls.first
+    is_same = first() is x and (index == 0 or (written == then is not None and cast == cast_then))
     calls.equal += is_same
     assert calls.operands is not None
     weight, bias = calls.operands
