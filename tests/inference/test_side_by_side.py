@@ -371,6 +371,28 @@ def test_siblings_with_and_without_autocast(monkeypatch: pytest.MonkeyPatch) -> 
     assert all(a.dtype == b.dtype and relative_error(a, b) < 1e-2 for a, b in pairs)
 
 
+@torch.no_grad()
+def test_the_first_sibling_alone_multiplies_its_own_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, joined = pair(monkeypatch, lb.Int4WeightOnly(32))
+    x, shapes = torch.randn(3, 64), []
+
+    def backend(graph: Any, examples: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.common import aot_autograd
+
+        def shown(traced: Any, _: Any) -> Any:
+            names = ("linear", "mm")
+            nodes = [n for n in traced.graph.nodes if any(k in str(n.target) for k in names)]
+            shapes.append([tuple(n.meta["val"].shape) for n in nodes])
+            return traced.forward
+
+        return aot_autograd(fw_compiler=shown)(graph, examples)
+
+    for run in (joined, lambda x: joined.q_proj(x)):
+        torch._dynamo.reset()
+        torch.compile(run, backend=backend, fullgraph=True)(x)
+    assert shapes == [[(3, 128), (3, 64)], [(3, 64)]], "also after a graph of all siblings"
+
+
 class Inputs:
     """A backend of torch.compile that counts the inputs of each graph."""
 
