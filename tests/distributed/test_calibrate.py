@@ -186,6 +186,33 @@ def test_gradients_of_processes_add_up() -> None:
         assert relative_error(first["values"][n], values) < 0.05, n
 
 
+class Again(nn.Module):
+    """A block that multiplies by `two` once more for batches of so many rows."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.rows = rows
+        self.one, self.two, self.three = (nn.Linear(32, 32) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.two(self.one(x).tanh()).tanh()
+        y = self.two(y).tanh() if len(x) == self.rows else y
+        return x + self.three(y)
+
+
+def varying(rank: int, world: int) -> list[str]:
+    torch.manual_seed(0)
+    model, group = nn.Sequential(Again(0), Again(7)), dist.group.WORLD
+    own = [torch.randn(9 - 2 * rank, 32)]
+    report = lb.calibrate(model, INT4, own, steps=[GPTQ()], blocks=list(model), group=group)
+    return [note for note in report.notes if "another number of times" in note]
+
+
+def test_both_processes_name_a_weight_that_the_batches_of_one_multiply_more_often() -> None:
+    first, second = launch(varying, 2)
+    assert first == second and [note[:13] for note in first] == ["1.two.weight:"]
+
+
 def failing(rank: int, world: int) -> str:
     given = tokens() if rank == 0 else [torch.full((1, 4), 96)]
     with pytest.raises((RuntimeError, ValueError)) as found:

@@ -109,8 +109,8 @@ class Streamed(Memory):
         """The blocks that were brought into memory, and None for what lies outside of them, by their ids."""
         self._before: set[str] = set()
         """The names of weights that are rounded before the blocks."""
-        self._told = 0, 0
-        """How many layers, and how many learned losses, of the report are written."""
+        self._told = 0, 0, 0
+        """How many layers, learned losses, and names of weights that vary, of the report are written."""
 
     def begin(self, run: Run, chain: Sequence[nn.Module], finished: Finished) -> None:
         """`chain`: the blocks; [] for a model that is whole in memory."""
@@ -168,16 +168,18 @@ class Streamed(Memory):
         else:
             names = self.source.names_in(self._chain[int(place)])
         report = self._run.report
-        layers, learned = self._told
+        layers, learned, varied = self._told
         results = {
             "layers": [asdict(one) for one in list(report.layers.values())[layers:]],
             "learned": [(name, losses._asdict()) for name, losses in report.learned[learned:]],
+            "varied": self._run.varied[varied:],
         }
         self._finished.write(place, {name: self.source.value(name) for name in names}, results)
         self._tell()
 
     def _tell(self) -> None:
-        self._told = len(self._run.report.layers), len(self._run.report.learned)
+        run = self._run
+        self._told = len(run.report.layers), len(run.report.learned), len(run.varied)
 
     def all_finished(self) -> CalibrationReport | None:
         """The report, if an earlier process has finished all places."""

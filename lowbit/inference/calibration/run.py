@@ -231,7 +231,7 @@ class Run:
         elif isinstance(stage, Block):
             self._learn(stage)
         elif isinstance(stage, Left):
-            self.varied += sorted(stage.varied)
+            self.varied += sorted(set().union(*self.batches.ranks.gathered(set(stage.varied))))
             if not self.over_model:
                 self._replace()
                 self.memory.finish(stage.place)
@@ -371,6 +371,7 @@ class Run:
         """Replace weights by those of an earlier run. `results`: what the report says of them, as `Finished` reads it.
         `targets` is emptied."""
         self.report.layers |= {one["name"]: LayerResult(**one) for one in results["layers"]}
+        self.varied += results["varied"]
         for name, losses in results["learned"]:
             held_out = losses["held_out"] and tuple(losses["held_out"])
             learned = Losses(**(losses | {"held_out": held_out}))
