@@ -97,7 +97,7 @@ def shown_class(module: nn.Module) -> type[nn.Module]:
 
 _PREFIX = "_lowbit_"
 """How the attributes begin that hold inner tensors."""
-_SHARED, _NUMBER = f"{_PREFIX}shared", f"{_PREFIX}number"
+_SHARED = f"{_PREFIX}shared"
 _FORWARD = nn.Linear.forward
 
 
@@ -163,17 +163,14 @@ class _Shared:
             place for ref, place in zip(self.modules, self.places, strict=True) if ref() is module
         )
 
-    def number(self, index: int) -> Callable[[], int]:
-        """`lowbit.linear.frozen.in_graph.number_of` for one of the siblings, a constant in graphs. Guards see its code
-        alone, so that one graph serves all layers alike."""
+    def number(self, index: int) -> int:
+        """`lowbit.linear.frozen.in_graph.number_of` for one of the siblings, a constant in graphs. Guards see that
+        siblings have the same object, and not which, so that one graph serves all layers alike."""
+        from lowbit.linear.frozen.in_graph import number_of
 
-        def number() -> int:
-            from lowbit.linear.frozen.in_graph import number_of
+        return number_of(self, index)
 
-            return number_of(self, index)
-
-        number._dynamo_marked_constant = True  # type: ignore[attr-defined]
-        return number
+    number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def share_product(
@@ -198,8 +195,8 @@ def share_product(
     places = [f"{index} {sizes} {path}" for index in range(len(modules))]
     shared = _Shared(modules, places, is_whole)
     modules[0].__dict__.update(_shown("joint", joint, bias))
-    for index, module in enumerate(modules):
-        module.__dict__.update({_SHARED: shared, _NUMBER: shared.number(index)})
+    for module in modules:
+        module.__dict__[_SHARED] = shared
         _show(module, "weight")
 
 
@@ -212,8 +209,7 @@ def _check_shared(module: nn.Module, is_shown: bool = True) -> None:
     parted = [one for one in found if one.__dict__.get(_SHARED) is shared]
     for one in parted:
         _hide(one, "joint")
-        for key in (_SHARED, _NUMBER):
-            one.__dict__.pop(key, None)
+        one.__dict__.pop(_SHARED, None)
     for one in parted:
         _show(one, "weight")
 
@@ -325,8 +321,8 @@ def _linear_in_graph(self: Any, input: Tensor) -> Tensor:
         return F.linear(input, self.weight, self.bias)
     place = about.split("\n")[2]
     number = -1
-    if place and not torch.is_grad_enabled() and self._lowbit_shared is not None:
-        number = self._lowbit_number()
+    if place and not torch.is_grad_enabled():
+        number = self._lowbit_shared.number(int(place.split(" ")[0]))
     if number < 0:
         weight, bias = _operands(self, about, self._lowbit_parts_weight)
         return F.linear(input, weight, bias)
