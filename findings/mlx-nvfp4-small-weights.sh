@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# mlx 0.32.4 (CPU): mlx.nn.quantize(model, mode="nvfp4") stores the scales of blocks in float8, without a scale of the whole
-# tensor. Weights with a standard deviation of 0.002 are lost: the relative error is 0.96, and 1.00 at 0.001. "mxfp4",
-# the coarser format, keeps them (0.12). mx.quantize has the argument global_scale, by default None, with which NVFP4's
-# error is 0.10.
+# mlx 0.32.4 (CPU): mlx.nn.quantize(model, mode="nvfp4") stores the scales of blocks in float8, without a scale of the
+# whole tensor. Weights with a standard deviation of 0.002 are lost: the relative error is 0.96, and 1.00 at 0.001.
+# "mxfp4", the coarser format, keeps them (0.12). mx.quantize has the argument global_scale, by default None, with which
+# NVFP4's error is 0.10.
 #
-# One would guess that NVFP4 is the more exact of the two at any size, as it is with NVIDIA's two levels of scales, or that
-# the second level is found without asking. Weights of 0.002 are common: many models start the projections that write to the
-# residual stream with 0.02 / sqrt(2 * layers).
+# One would guess that NVFP4 is the more exact of the two at any size, as it is with NVIDIA's two levels of scales, or
+# that the second level is found without asking. Weights of 0.002 are common: many models start the projections that
+# write to the residual stream with 0.02 / sqrt(2 * layers).
 #
 # Exits non-zero if NVFP4 keeps half of them by default.
 set -euo pipefail

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# onnxruntime 1.32.0 (CPU): Cast from float32 to INT8 drops the fraction, and Cast to INT4 and UINT4 rounds to the nearest number,
-# halves away from zero: 2.6 is 2 in INT8 and 3 in INT4, and -0.5 is 0 and -1. onnx's own reference drops the fraction for all
-# three. QuantizeLinear rounds halves to even, so neither cast is a substitute for it.
+# onnxruntime 1.32.0 (CPU): Cast from float32 to INT8 drops the fraction, and Cast to INT4 and UINT4 rounds to the
+# nearest number, halves away from zero: 2.6 is 2 in INT8 and 3 in INT4, and -0.5 is 0 and -1. onnx's own reference
+# drops the fraction for all three. QuantizeLinear rounds halves to even, so neither cast is a substitute for it.
 #
 # One would guess that a cast has one rule for integers of all widths. Codes that are computed as floor(x / scale + 0.5)
 # are whole, so that either rule is right. Those of x / scale + 0.5 with x >= 0, whose fraction the cast shall drop, are

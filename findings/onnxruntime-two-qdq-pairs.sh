@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# onnxruntime 1.32.0 (CPU): the optimizer, as it is by default, makes one pair of two pairs QuantizeLinear, DequantizeLinear in a
-# row. Where the first has the step 0.01 and the second 0.3, the one has the step 0.01: the second rounding is gone, and the
-# output, by the graph a multiple of 0.3, is off by up to a third of that. Without optimizations, and in onnx's own
-# reference, it is a multiple.
+# onnxruntime 1.32.0 (CPU): the optimizer, as it is by default, makes one pair of two pairs QuantizeLinear,
+# DequantizeLinear in a row. Where the first has the step 0.01 and the second 0.3, the one has the step 0.01: the second
+# rounding is gone, and the output, by the graph a multiple of 0.3, is off by up to a third of that. Without
+# optimizations, and in onnx's own reference, it is a multiple.
 #
-# One would guess that a pass which removes a pair keeps the coarser of the two, or at least the last one, whose codes the
-# next layer was calibrated for. Two pairs stand in a row wherever the output of one quantized layer is the input of
+# One would guess that a pass which removes a pair keeps the coarser of the two, or at least the last one, whose codes
+# the next layer was calibrated for. Two pairs stand in a row wherever the output of one quantized layer is the input of
 # another that has a scale of its own.
 #
 # Exits non-zero if the default gives the values of the graph.

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# openvino 2026.4.1 (CPU with VNNI): with INFERENCE_PRECISION_HINT = "f32", a product of float32 inputs with a weight of int8 codes
-# and one scale a row still rounds the inputs to int8, in groups. It is off by 1.2% here. With the same weight as float32 numbers
-# it is off by 3e-7, and so it is with the codes and DYNAMIC_QUANTIZATION_GROUP_SIZE = 0.
+# openvino 2026.4.1 (CPU with VNNI): with INFERENCE_PRECISION_HINT = "f32", a product of float32 inputs with a weight of
+# int8 codes and one scale a row still rounds the inputs to int8, in groups. It is off by 1.2% here. With the same
+# weight as float32 numbers it is off by 3e-7, and so it is with the codes and DYNAMIC_QUANTIZATION_GROUP_SIZE = 0.
 #
-# One would guess that a hint of "f32" decides in which precision a product is computed: it is the setting for a comparison of
-# a compressed model with the original, in which the processor's bfloat16 shall play no part. The graph rounds weights
-# alone, and asks for nothing else.
+# One would guess that a hint of "f32" decides in which precision a product is computed: it is the setting for a
+# comparison of a compressed model with the original, in which the processor's bfloat16 shall play no part. The graph
+# rounds weights alone, and asks for nothing else.
 #
 # Exits non-zero if the hint alone gives the product of float32. On a processor without VNNI nothing is rounded.
 set -euo pipefail

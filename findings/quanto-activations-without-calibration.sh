@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# optimum-quanto 0.2.7: quantize(model, weights=qint8, activations=qint8), used without the context Calibration, runs and
-# rounds every activation to whole numbers: the scale of activations that were never seen is 1. Of inputs of size 1
-# the output of two layers has a relative error of 1.0 here, and of 0.014 with Calibration. Nothing warns, freeze included.
+# optimum-quanto 0.2.7: quantize(model, weights=qint8, activations=qint8), used without the context Calibration, runs
+# and rounds every activation to whole numbers: the scale of activations that were never seen is 1. Of inputs of size 1
+# the output of two layers has a relative error of 1.0 here, and of 0.014 with Calibration. Nothing warns, freeze
+# included.
 #
 # One would guess an error, or activations left in high precision until a range is known, as torch's observers and the
 # static schemes of other packages do.

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# safetensors 0.8.0, numpy 2.4.6: safetensors.numpy.save and save_file write the memory of an array, whatever its strides. The
-# transpose of a matrix comes back with the right shape and its values in the order of the original, and every second
-# element of an array comes back as its first half. Nothing is raised. 0.6.2 and 0.7.0 write both right.
+# safetensors 0.8.0, numpy 2.4.6: safetensors.numpy.save and save_file write the memory of an array, whatever its
+# strides. The transpose of a matrix comes back with the right shape and its values in the order of the original, and
+# every second element of an array comes back as its first half. Nothing is raised. 0.6.2 and 0.7.0 write both right.
 #
-# One would guess what earlier releases do, a copy in row-major order, or what safetensors.torch does, an error that says "call
-# .contiguous()". Converters between frameworks transpose weights: such a file has the right names, shapes and sizes.
+# One would guess what earlier releases do, a copy in row-major order, or what safetensors.torch does, an error that
+# says "call .contiguous()". Converters between frameworks transpose weights: such a file has the right names, shapes
+# and sizes.
 #
 # Exits non-zero if the values are right, or the arrays are refused.
 set -euo pipefail

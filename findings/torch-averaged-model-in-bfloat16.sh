@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # torch 2.13.0: torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.999)) of a bfloat16 model
-# keeps the average in bfloat16, where a step of a thousandth of the way is rounded away. Weights start at 1 and are 1.5 for
-# 10,000 updates: the average is still 1.0, and 1.49994 in float32. Nothing warns.
+# keeps the average in bfloat16, where a step of a thousandth of the way is rounded away. Weights start at 1 and are 1.5
+# for 10,000 updates: the average is still 1.0, and 1.49994 in float32. Nothing warns.
 #
-# One would guess that the average is a little rough, or kept in more bits than the weights, since it is there to collect
-# small steps. It does not move at all: who evaluates or saves the EMA of a model in 16 bits gets the model of the first call.
+# One would guess that the average is a little rough, or kept in more bits than the weights, since it is there to
+# collect small steps. It does not move at all: who evaluates or saves the EMA of a model in 16 bits gets the model of
+# the first call.
 #
 # Exits non-zero if the bfloat16 average moves.
 set -euo pipefail

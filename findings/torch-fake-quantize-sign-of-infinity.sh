@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# torch 2.13.0 (CPU): torch.fake_quantize_per_channel_affine makes the smallest code of +infinity and of 1e20, so that the
-# largest weight becomes the most negative one (-0.8 with int4 codes and a scale of 0.1). fake_quantize_per_tensor_affine with the
-# same numbers gives the largest code, 0.7. Both make the smallest code of NaN. All results are finite.
+# torch 2.13.0 (CPU): torch.fake_quantize_per_channel_affine makes the smallest code of +infinity and of 1e20, so that
+# the largest weight becomes the most negative one (-0.8 with int4 codes and a scale of 0.1).
+# fake_quantize_per_tensor_affine with the same numbers gives the largest code, 0.7. Both make the smallest code of NaN.
+# All results are finite.
 #
-# One would guess that both saturate, as their formula says (clamp of the rounded quotient), and that NaN stays NaN, as it
-# does in round and clamp. A weight that has diverged in QAT is an ordinary one after this function.
+# One would guess that both saturate, as their formula says (clamp of the rounded quotient), and that NaN stays NaN, as
+# it does in round and clamp. A weight that has diverged in QAT is an ordinary one after this function.
 #
 # Exits non-zero if the sign of infinity is kept, or NaN.
 set -euo pipefail

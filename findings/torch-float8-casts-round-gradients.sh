@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# torch 2.13.0: the gradient of w.to(torch.float8_e4m3fn).to(torch.float32) is itself rounded to float8_e4m3fn, eager and
-# compiled. A gradient of 1e-4 arrives at w as 0, and one of 1000 as 448. Nothing warns. float8_e5m2 keeps 1e-4 to 7% and
-# loses 1e-6.
+# torch 2.13.0: the gradient of w.to(torch.float8_e4m3fn).to(torch.float32) is itself rounded to float8_e4m3fn, eager
+# and compiled. A gradient of 1e-4 arrives at w as 0, and one of 1000 as 448. Nothing warns. float8_e5m2 keeps 1e-4 to
+# 7% and loses 1e-6.
 #
-# One would guess that the pair of casts is a straight-through estimator, as it is for bfloat16: rounding in the forward pass, and
-# the identity, up to a rounding error, in the backward pass. Gradients of a mean loss are 1e-4 and smaller, so a
-# float8 fake quantization that is written as two casts trains nothing at all.
+# One would guess that the pair of casts is a straight-through estimator, as it is for bfloat16: rounding in the forward
+# pass, and the identity, up to a rounding error, in the backward pass. Gradients of a mean loss are 1e-4 and smaller,
+# so a float8 fake quantization that is written as two casts trains nothing at all.
 #
 # Exits non-zero if the small gradient arrives.
 set -euo pipefail

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# torch 2.13.0 (CPU): x @ w of two float8_e4m3fn matrices gives a float8_e4m3fn matrix, whose values end at 448: the product of
-# 64 threes with 64 threes is 448, not 576. Two int8 matrices give an int8 matrix, which keeps the low byte: it is 64.
-# Nothing is raised. A sum of the same int8 elements is int64, and float8 has no other arithmetic: `x + x`, `x * 2`,
-# `-x` and `x.sum()` raise "not implemented".
+# torch 2.13.0 (CPU): x @ w of two float8_e4m3fn matrices gives a float8_e4m3fn matrix, whose values end at 448: the
+# product of 64 threes with 64 threes is 448, not 576. Two int8 matrices give an int8 matrix, which keeps the low byte:
+# it is 64. Nothing is raised. A sum of the same int8 elements is int64, and float8 has no other arithmetic: `x + x`, `x
+# * 2`, `-x` and `x.sum()` raise "not implemented".
 #
-# One would guess an error, as for all other arithmetic of float8, or a wider result, as torch._int_mm and torch._scaled_mm have
-# it. A test of a quantized product on small numbers passes.
+# One would guess an error, as for all other arithmetic of float8, or a wider result, as torch._int_mm and
+# torch._scaled_mm have it. A test of a quantized product on small numbers passes.
 #
 # Exits non-zero if a product is refused, right, or of another dtype.
 set -euo pipefail
