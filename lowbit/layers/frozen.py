@@ -107,7 +107,7 @@ def _parts(name: str) -> str:
 
 
 def _about(name: str) -> str:
-    """The attribute that says the rest: form, where the bias is (`_bias`), place among siblings; a line each."""
+    """The attribute that says the rest, a line each: form, where the bias is (`_shown`), place among siblings."""
     return f"{_PREFIX}about_{name}"
 
 

@@ -60,8 +60,8 @@ def number_of(siblings: Any, index: int) -> int:
     """The number of these siblings in the graph that torch.compile traces, in the order of their first calls.
 
     The first one starts a number, and the others follow in their order. One that the graph calls without those before
-    it gets -1, and so do all after it: its weight is not at hand in the graph. Graphs inside the graph, such as those of
-    checkpoints, are graphs of their own, but count on, since they may run between siblings.
+    it gets -1, and so do all after it: its weight is not at hand in the graph. A graph inside the graph, such as that
+    of a checkpoint, begins anew with its siblings, but not with the numbers, since it may run between siblings.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
