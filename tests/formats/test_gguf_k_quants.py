@@ -200,6 +200,22 @@ def test_weights_beyond_the_float16_of_super_blocks_are_refused(kind: str, scale
                 quantize_(model, gguf_scheme(kind), scales=scales)
 
 
+@pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
+def test_values_beyond_float16_are_refused_in_float16(kind: str) -> None:
+    for size in (1e3, 1e6):
+        model = nn.Sequential(nn.Linear(512, 4, bias=False))
+        model[0].weight.data.copy_(torch.randn(4, 512) * size)
+        quantize_(model, gguf_scheme(kind))
+        name, rows = encode(model[0].weight)
+        wide = decode(name, rows, torch.float32).dequantize()
+        assert torch.equal(wide, model[0].weight.dequantize())
+        if size == 1e3:
+            assert decode(name, rows, torch.float16).dequantize().isfinite().all()
+        else:
+            with pytest.raises(FormatError, match=r"values are beyond 65504.* torch\.float16"):
+                decode(name, rows, torch.float16)
+
+
 def test_specs_of_super_blocks() -> None:
     for scheme in SCHEMES.values():
         assert lowbit.Scheme.from_dict(scheme.to_dict()) == scheme

@@ -47,6 +47,7 @@ from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.packing import pack, unpack
+from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.spec import Spec
 from lowbit.numerics.super_blocks import INPUTS, Fields, SuperBlocks
 from lowbit.tensor.core.base import LowbitTensor
@@ -218,8 +219,38 @@ _K_PARTS = {2: _q2_k_of, 3: _q3_k_of, 4: _q4_k_of, 5: _q5_k_of, 6: _q6_k_of}
 def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
     """The weight of `dtype` that bytes [N, …] of a type hold; plain if no low-bit weight has the same values.
 
-    Raises FormatError for a type that lowbit does not read, and for rows that are not whole blocks.
+    Raises FormatError for a type that lowbit does not read, for rows that are not whole blocks, and for values that
+    `dtype` does not hold.
     """
+    made = _decoded(kind, rows, dtype)
+    _check_reach(made, dtype)
+    return made
+
+
+def _check_reach(weight: Tensor, dtype: torch.dtype) -> None:
+    """Raise FormatError where numbers that float32 holds are infinite in a float16 weight."""
+    if dtype is not torch.float16 or weight.is_meta:
+        return
+    values = weight
+    if isinstance(weight, (AffineTensor, TableTensor)):
+        scale, zero = weight.scale, getattr(weight, "zero_point", None)
+        top = (
+            2.0 ** (int(scale.max()) - 127)
+            if scale.dtype is torch.uint8
+            else float(scale.abs().max())
+        )
+        # codes have 8 bits at most: where this bound holds nothing needs to be decoded
+        if 256 * top + (0.0 if zero is None else float(zero.float().abs().max())) < 65504:
+            return
+        values = weight.dequantize()
+    if bad := count_nonfinite(values):
+        raise FormatError(
+            f"{bad} of {values.numel()} values are beyond 65504, the largest of torch.float16, in which lowbit "
+            "reads GGUF files without bfloat16; `dequantize` of the package gguf gives them in float32"
+        )
+
+
+def _decoded(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
     if kind not in TYPES:
         raise FormatError(f"its type is {kind}; lowbit reads {', '.join(TYPES)} and plain ones")
     format, size, read = TYPES[kind]
