@@ -216,6 +216,19 @@ def test_values_beyond_float16_are_refused_in_float16(kind: str) -> None:
                 decode(name, rows, torch.float16)
 
 
+@pytest.mark.parametrize("scale", [float("nan"), float("inf")])
+def test_scales_of_a_file_that_are_no_numbers_are_read(scale: float) -> None:
+    model = nn.Sequential(nn.Linear(64, 4, bias=False))
+    quantize_(model, gguf_scheme("Q8_0"))
+    name, rows = encode(model[0].weight)
+    rows[1, :2] = torch.tensor([scale]).half().view(torch.uint8)
+    found, wide = (
+        decode(name, rows, dtype).dequantize() for dtype in (torch.float16, torch.float32)
+    )
+    assert not found[1, :32].isfinite().any() and found.isfinite().sum() == 4 * 64 - 32
+    assert torch.equal(found.isnan(), wide.isnan())
+
+
 def test_specs_of_super_blocks() -> None:
     for scheme in SCHEMES.values():
         assert lowbit.Scheme.from_dict(scheme.to_dict()) == scheme

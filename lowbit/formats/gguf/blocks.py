@@ -223,15 +223,22 @@ def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
     `dtype` does not hold.
     """
     made = _decoded(kind, rows, dtype)
-    _check_reach(made, dtype)
+    if dtype is torch.float16 and not made.is_meta and (bad := _nonfinite(made)):
+        bad -= count_nonfinite(_plain(_decoded(kind, rows, torch.float32)))  # those of the file
+        if bad:
+            raise FormatError(
+                f"{bad} of {made.numel()} values are beyond 65504, the largest of torch.float16, in which lowbit "
+                "reads GGUF files without bfloat16; `dequantize` of the package gguf gives them in float32"
+            )
     return made
 
 
-def _check_reach(weight: Tensor, dtype: torch.dtype) -> None:
-    """Raise FormatError where numbers that float32 holds are infinite in a float16 weight."""
-    if dtype is not torch.float16 or weight.is_meta:
-        return
-    values = weight
+def _plain(weight: Tensor) -> Tensor:
+    return weight.dequantize() if isinstance(weight, LowbitTensor) else weight
+
+
+def _nonfinite(weight: Tensor) -> int:
+    """How many values of a float16 weight are infinite or NaN."""
     if isinstance(weight, (AffineTensor, TableTensor)):
         scale, zero = weight.scale, getattr(weight, "zero_point", None)
         top = (
@@ -241,13 +248,8 @@ def _check_reach(weight: Tensor, dtype: torch.dtype) -> None:
         )
         # codes have 8 bits at most: where this bound holds nothing needs to be decoded
         if 256 * top + (0.0 if zero is None else float(zero.float().abs().max())) < 65504:
-            return
-        values = weight.dequantize()
-    if bad := count_nonfinite(values):
-        raise FormatError(
-            f"{bad} of {values.numel()} values are beyond 65504, the largest of torch.float16, in which lowbit "
-            "reads GGUF files without bfloat16; `dequantize` of the package gguf gives them in float32"
-        )
+            return 0
+    return count_nonfinite(_plain(weight))
 
 
 def _decoded(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
