@@ -69,9 +69,9 @@ def _product(a, b):
 
 
 @jit
-def _against(grad, step):
-    """What a step against the sign of the gradient adds."""
-    return tl.where(grad > 0, -step, tl.where(grad < 0, step, 0.0))
+def _along(grad, step):
+    """The step in the direction of the gradient's sign, to be subtracted: without one, -0.0 stays."""
+    return tl.where(grad > 0, step, tl.where(grad < 0, -step, 0.0))
 
 
 @jit
@@ -102,10 +102,10 @@ def _descend(
         zero_sums += tl.where(inside, 0.0, g)
     tl.debug_barrier()  # every thread has read the parameters
     own_unit = tl.load(unit + block, mask=exists, other=0.0)
-    own_scale += _against(tl.sum(scale_sums, 1), _product(own_unit, rate))
+    own_scale -= _along(tl.sum(scale_sums, 1), _product(own_unit, rate))
     tl.store(scale + block, own_scale, mask=exists)
     if LEARNS_ZERO:
-        own_zero += _against(tl.sum(zero_sums, 1), _product(own_unit, zero_rate))
+        own_zero -= _along(tl.sum(zero_sums, 1), _product(own_unit, zero_rate))
         tl.store(zero + block, own_zero, mask=exists)
     new_s, new_z = _stored(
         own_scale, own_zero, MAPPING, ZERO, LOW, HIGH, MID, LEAST, SCALE_RATE, ZERO_RATE, SCALE_DTYPE
@@ -117,7 +117,7 @@ def _descend(
         at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
         g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
         _, inside, _, _ = _round(values, s, z, ZERO, False, LOW, HIGH, MID, 0.0)
-        moved = values + _against(tl.where(inside, g, 0.0), step)
+        moved = values - _along(tl.where(inside, g, 0.0), step)
         _, _, _, value = _round(moved, new_s, new_z, ZERO, False, LOW, HIGH, MID, 0.0)
         tl.store(x + to, moved, mask=mask)
         tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
