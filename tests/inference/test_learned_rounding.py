@@ -315,7 +315,7 @@ def test_nothing_is_learned_in_no_steps_or_at_no_rate() -> None:
 def test_a_step_reads_two_states_of_a_batch_from_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the block gets, and what it is to give."""
+    """One is the input of the block. The other is the output that it should have."""
     reads, read = [], OnDisk.__getitem__
     monkeypatch.setattr(OnDisk, "__getitem__", lambda *a: reads.append(1) or read(*a))
     counts = []

@@ -260,7 +260,7 @@ def test_what_a_call_costs_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     "scheme", [lb.Int4WeightOnly(32), lb.MXFP4WeightOnly(), lb.NF4WeightOnly(32)]
 )
 def test_sorted_rows_of_experts_by_kernels(scheme: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a GPU runs for `torch._grouped_mm`, here on a CPU: rows that no expert has are 0."""
+    """A GPU runs lowbit's kernels in place of `torch._grouped_mm`. Here a CPU does: rows that no expert has are 0."""
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda t: True))
     monkeypatch.setattr(experts, "has_expert_kernel", lambda *facts: True)
     torch.manual_seed(0)

@@ -416,7 +416,7 @@ class Operands(NamedTuple):
     value_scale: Tensor
     power: Tensor
     strides: tuple[int, int] = (0, 0)
-    """Of the scales, by sequence and by head."""
+    """Elements of `key_scale`, `value_scale` and `power` between sequences, and between heads."""
 
 
 def encoded(key: Tensor, value: Tensor, widths: tuple[int, int]) -> Operands:

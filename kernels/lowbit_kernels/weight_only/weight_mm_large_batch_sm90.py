@@ -59,9 +59,8 @@ class LargeBatchDivision(NamedTuple):
 
     @property
     def divides(self) -> bool:
-        """True if two blocks of a cluster share a tile of the last round, if at most half of the clusters have one."""
-        tile = Tile(*self[:3])
-        return self.beside == 2 and self.split * tile.lanes == 1 and not tile.overlaps
+        """See `Tile.divides`."""
+        return Tile(*self[:3]).divides(self.beside, self.split)
 
 
 class Tile(NamedTuple):
@@ -86,6 +85,10 @@ class Tile(NamedTuple):
     def clusters(self, m: int, n: int, beside: int) -> int:
         """Tiles of clusters with so many blocks beside each other."""
         return -(-n // (self.rows * beside)) * -(-m // self.tokens)
+
+    def divides(self, beside: int, split: int) -> bool:
+        """True if two blocks of a cluster share a tile of the last round, if at most half of the clusters have one."""
+        return beside == 2 and split * self.lanes == 1 and not self.overlaps
 
     def is_once(self, split: int) -> bool:
         """True if sums that blocks share take the ring's place, so that a block has one tile."""
@@ -169,7 +172,7 @@ def _holds(tile: Tile, unpacking: Unpacking, twice: bool) -> bool:
 
 def _ring_holds_sums(tile: Tile, beside: int, split: int, ring: int) -> bool:
     """True unless blocks exchange sums in the place of a ring of so many bytes that is too small."""
-    divides = beside == 2 and split * tile.lanes == 1 and not tile.overlaps
+    divides = tile.divides(beside, split)
     if not (tile.is_once(split) or divides):
         return True
     parts = 2 if divides else split

@@ -49,7 +49,7 @@ from lowbit.numerics.number_format import Int
 from lowbit.numerics.packing import pack, unpack
 from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.spec import Spec
-from lowbit.numerics.super_blocks import INPUTS, Fields, SuperBlocks
+from lowbit.numerics.super_blocks import INPUTS, LARGEST, Fields, SuperBlocks
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.table_tensor import TableTensor
@@ -227,7 +227,7 @@ def decode(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
         bad -= count_nonfinite(_plain(_decoded(kind, rows, torch.float32)))  # those of the file
         if bad:
             raise FormatError(
-                f"{bad} of {made.numel()} values are beyond 65504, the largest of torch.float16, in which lowbit "
+                f"{bad} of {made.numel()} values are beyond {LARGEST:g}, the largest of torch.float16, in which lowbit "
                 "reads GGUF files without bfloat16; `dequantize` of the package gguf gives them in float32"
             )
     return made
@@ -247,7 +247,7 @@ def _nonfinite(weight: Tensor) -> int:
             else float(scale.abs().max())
         )
         # codes have 8 bits at most: where this bound holds nothing needs to be decoded
-        if 256 * top + (0.0 if zero is None else float(zero.float().abs().max())) < 65504:
+        if 256 * top + (0.0 if zero is None else float(zero.float().abs().max())) < LARGEST:
             return 0
     return count_nonfinite(_plain(weight))
 
