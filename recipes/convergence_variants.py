@@ -52,7 +52,7 @@ def variants() -> dict[str, Variant]:
     corrected: Any = partial(adamw, weight_correction="8bit")
     exact: Any = partial(adamw, weight_correction="16bit")
     into_momentum: dict[str, Any] = {"weight_correction": "momentum"}
-    compensated: Any = partial(stochastic, **into_momentum)
+    compensated: Any = partial(adamw, **into_momentum)
     int8, float8 = lowbit.Int8MixedPrecision(always=True), lowbit.Float8MixedPrecision(always=True)
     int8_weight, int4_weight, bitnet = lowbit.Int8Weight(), lowbit.Int4Weight(), lowbit.BitNet()
     found = [

@@ -39,9 +39,10 @@ class CommonOptions(TypedDict, total=False):
             to the bit, with states in any format; the bfloat16 weight is the nearest, and a tie goes away from zero.
             Neither together with `bf16_stochastic_round`. "momentum": it goes into the momentum, which moves the weight
             later (ECO, arXiv 2601.22101), and takes no memory. This is for bfloat16, `Int8Weight` and `Int4Weight`, and
-            for AdamW, Adam, AdEMAMix and SGD with momentum. Set `bf16_stochastic_round` as well for bfloat16: rounded
-            to nearest, a weight lags behind by up to beta / (2 - 2 beta) roundings. A learning rate that jumps up a
-            thousandfold, as at a restart, multiplies what waits in the momentum. Other weights are unaffected.
+            for AdamW, Adam, AdEMAMix and SGD with momentum. All of them are rounded stochastically, whatever
+            `bf16_stochastic_round` says: to nearest, a weight would lag behind by up to beta / (2 - 2 beta) roundings.
+            A learning rate that jumps up a thousandfold, as at a restart, multiplies what waits in the momentum. Other
+            weights are unaffected.
         max_grad_norm: scale the gradients of a step to at most this norm over all of them (and all ranks), as
             `torch.nn.utils.clip_grad_norm_` does, but inside the step: `.grad` stays as it is. None (never) by default.
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step
@@ -122,6 +123,10 @@ def check_common(group: dict[str, Any]) -> None:
         raise RuntimeError(
             "foreach=True and fused=True cannot be asked for together; leave both out"
         )
+
+
+def rounds_bf16_stochastically(group: dict[str, Any]) -> bool:
+    return bool(group.get("bf16_stochastic_round")) or group.get("weight_correction") == "momentum"
 
 
 def check_options(group: dict[str, Any], checks: Mapping[str, Check]) -> None:

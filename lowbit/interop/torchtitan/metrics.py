@@ -31,6 +31,7 @@ import lowbit_kernels as kernels
 from lowbit.interop.torchtitan.optimizers import steps_done
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.snr import decibels
+from lowbit.optim.options import rounds_bf16_stochastically
 from lowbit.optim.state.state import correction_units
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import LowbitProducts
@@ -193,7 +194,7 @@ class Measurement:
             for optimizer in self.optimizers
             for group in optimizer.param_groups
             for param in group["params"]
-            if group.get("bf16_stochastic_round") and param.dtype is torch.bfloat16
+            if rounds_bf16_stochastically(group) and param.dtype is torch.bfloat16
         }
         return [
             param

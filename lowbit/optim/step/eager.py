@@ -27,6 +27,7 @@ from lowbit.numerics.rounding import (
     round_bf16,
     split_bf16,
 )
+from lowbit.optim.options import rounds_bf16_stochastically
 from lowbit.optim.state import state as states
 from lowbit.optim.step.job import GradScale, Job, piece_of, rows_of
 from lowbit.tensor.core.base import LowbitTensor
@@ -255,7 +256,7 @@ class Update:
     ) -> list[Tensor]:
         if kind.correction is not None:
             return list(split_bf16(work, kind.correction))
-        if dtype == torch.bfloat16 and self.group["bf16_stochastic_round"]:
+        if dtype == torch.bfloat16 and rounds_bf16_stochastically(self.group):
             return [round_bf16(work, self._random_bits(kind, piece, 0))]
         return [work if work.dtype == dtype else work.to(dtype)]
 
