@@ -139,8 +139,11 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
     if constexpr (ROUNDING == CORRECTED) encode_corrected(w, work.correction);
     if constexpr (ROUNDING == EXACT) encode_exact(w, work.correction);
     encode_weights(work.param, t, k, row, at, lane, w);
+    if constexpr (CODE_BITS != 0 && ERROR == RETURNED) {
+        if (!row.is_measured) return;
+    }
     if constexpr (ERROR == RETURNED) {
-        decode_weights(work.param, t, row, at, w);
+        work.param.decode(w);
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             float s[3] = {x0[i], x1[i], x2[i]};
@@ -190,7 +193,7 @@ DEVICE Row row_of(const Tensor *tensors, const Scalars *scalars, const int *loca
     row.number = n - scalars[row.tensor].first_tile, row.first = row.number * t.width;
     row.width = (uint32)t.width, row.scales = CODE_BITS == 8 ? 1 : row.width / (uint32)t.scale_width;
     row.values = (uint4 *)row_memory;
-    row.largest = (uint32 *)(row.values + row.width / 4) + half * 2 * row.scales;
+    row.largest = (uint32 *)(row.values + (ERROR == DROPPED ? row.width / 4 : 0)) + half * 2 * row.scales;
     row.before = (float *)(row.largest + row.scales);
     return row;
 }
@@ -201,14 +204,16 @@ DEVICE void begin_row(const Tensor *tensors, const Row &row) {
 }
 
 // The rows of weights that are codes, `rows` in all. Each block takes one row after another. Its warps update the row's
-// tiles and keep the new values in shared memory. Then the scales are known, and the block rounds the row.
+// tiles and keep the new values in shared memory. Then the scales are known, and the block rounds the row. Where rounding
+// errors go into the states, nothing is kept or stored before the scales are known: the warps update the tiles once more
+// then, round the weights and store all. They read the tiles from the cache.
 DEVICE void step_rows(const Tensor *tensors, const Scalars *scalars, const int *locate, uint32 rows, float factor) {
     const uint32 warps = blockDim.x / 32;
     const int lane = threadIdx.x % 32;
     bool begun = false;
     uint32 half = 0;
     for (uint32 n = blockIdx.x; n < rows; n += gridDim.x, half ^= 1) {
-        const Row row = row_of(tensors, scalars, locate, n, half);
+        Row row = row_of(tensors, scalars, locate, n, half);
         if (!begun) {
             begin_row(tensors, row);
             __syncthreads();
@@ -219,15 +224,19 @@ DEVICE void step_rows(const Tensor *tensors, const Scalars *scalars, const int *
         // The next row's maxima have memory beside this row's only if it is as wide.
         begun = (next + 1) * t.width <= t.numel;
         if (begun && threadIdx.x == 0) prefetch_tiles(t, (uint32)t.first_tile + next * tiles, tiles);
-        const long long place = t.place[row.number];
-        for (uint32 tile = first + threadIdx.x / 32; tile < first + tiles; tile += warps) {
-            if (for_warp(tile < k->short_tiles)) step_short(&t, k, factor, tile, lane, row);
-            else step_any(&t, k, factor, tile, lane, row);
+        row.place = t.place[row.number], row.is_measured = false;
+#pragma unroll 1
+        for (int pass = 0; pass < (ERROR == RETURNED ? 2 : 1); ++pass) {
+            for (uint32 tile = first + threadIdx.x / 32; tile < first + tiles; tile += warps) {
+                if (for_warp(tile < k->short_tiles)) step_short(&t, k, factor, tile, lane, row);
+                else step_any(&t, k, factor, tile, lane, row);
+            }
+            __syncthreads();
+            row.is_measured = true;
         }
-        __syncthreads();
         if (begun) begin_row(tensors, row_of(tensors, scalars, locate, n + gridDim.x, half ^ 1));
-        if (threadIdx.x == 0) t.place[row.number] = (long long)((uint64)place + (uint64)NEXT);
-        round_row(t, row, place);
+        if (threadIdx.x == 0) t.place[row.number] = (long long)((uint64)row.place + (uint64)NEXT);
+        if constexpr (ERROR == DROPPED) round_row(t, row);
         __syncthreads();
     }
 }

@@ -10,7 +10,7 @@
 //                      EXACT with two (32 bits)
 //   ERROR              what becomes of the rounding error of a weight:
 //                      DROPPED   it is lost, or kept by ROUNDING
-//                      RETURNED  COMPENSATE adds it to the states; for bf16 weights
+//                      RETURNED  COMPENSATE adds it to the states; for weights in bf16 or codes
 //                      TRIED     the new float32 weights go to `correction`, nothing else is stored, and the step counts
 //                      GIVEN     `correction` holds the errors: as RETURNED, but the weights stay, and no step counts.
 //                                These two are one step of weights that the caller rounds in between

@@ -107,7 +107,7 @@ class StepVariant:
         error: what becomes of the rounding error of a weight, one of `ERRORS`, which fused_step.h defines. "tried" and
             "given" take float32 weights.
         code_bits: 8 or 4 for weights that are stored as integers with scales, whose values are float32; 0 for others.
-            On a GPU, with the error "dropped".
+            On a GPU, with the error "dropped" or "returned".
         scaled: whether gradients are multiplied by the first number of `control`.
         tables: the table of each state; None where there are no codes.
     """
@@ -238,8 +238,8 @@ class StepArguments(NamedTuple):
         locate: int32, see `locate`.
         number, tiles: of the tensors, and of all their tiles; of weights that are codes, all their rows.
         control: float32 [2], the factor of the gradients and whether to skip the step (not 0); or None.
-        shared: bytes of shared memory besides the tables: of a row of codes, 4 for each element and 16
-            for each scale.
+        shared: bytes of shared memory besides the tables: of a row of codes, 16 for each scale, and 4 for each element
+            if errors are dropped.
     """
 
     tensors: int

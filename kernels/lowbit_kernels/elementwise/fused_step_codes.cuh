@@ -1,8 +1,8 @@
 // Weights that are codes, in fused_step.cu: eight codes of a lane, and the rounding of a row.
 
-// The new values of a row, float32: first elements 0 to 3 of each eight, then elements 4 to 7. So lanes that take eight
-// elements each meet no other lane in a bank. Then twice, for this row and the next: uint32 [scales], the largest
-// magnitudes of the scales' elements as bits, and float32 [scales], the scales so far.
+// If errors are dropped, the new values of a row, float32: first elements 0 to 3 of each eight, then elements 4 to 7. So
+// lanes that take eight elements each meet no other lane in a bank. Then twice, for this row and the next: uint32
+// [scales], the largest magnitudes of the scales' elements as bits, and float32 [scales], the scales so far.
 DYNAMIC_SHARED(row_memory);
 
 // A row of codes, whose threads share it.
@@ -10,6 +10,8 @@ struct Row {
     uint32 tensor, number;
     uint64 first;  // element
     uint32 width, scales;
+    bool is_measured;  // whether `largest` is that of all elements
+    long long place;
     uint4 *values;
     uint32 *largest;
     float *before;
@@ -24,6 +26,7 @@ static constexpr float OFFSET = CODE_BITS == 4 ? 8.0f : 128.0f;
 // Eight codes: int8, or the codes plus 8 in nibbles.
 struct Codes {
     Raw<CODE_BITS == 4 ? 1 : 2> raw;
+    float scale;
 
     template <bool VECTOR>
     MEMBER void load(const void *p, const Offsets &at) {
@@ -32,9 +35,11 @@ struct Codes {
         else load_items<unsigned char>(p, at.count * CODE_BITS / 8, raw);
     }
     template <bool VECTOR>
-    MEMBER void store(void *p, const Offsets &at) const {}  // `round_row` stores them
+    MEMBER void store(void *p, const Offsets &at) const {
+        if (ERROR == RETURNED && at.mask) store_vector((char *)p + at.element * CODE_BITS / 8, raw);
+    }
     MEMBER void take_far(const Codes &there, int count) {}  // rows of codes have whole octets
-    MEMBER void decode(float scale, float x[8]) const {
+    MEMBER void decode(float x[8]) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {  // a conversion to float takes longer
             const uint32 bits = CODE_BITS == 4 ? masked_or(raw.word[0] >> 4 * i, 15, UNIT)
@@ -44,20 +49,22 @@ struct Codes {
     }
 };
 
-DEVICE void decode_weights(const Codes &codes, const Tensor &t, const Row &row, const Offsets &at, float w[8]) {
+DEVICE void decode_weights(Codes &codes, const Tensor &t, const Row &row, const Offsets &at, float w[8]) {
     const uint32 column = (uint32)(at.element - row.first);
-    codes.decode(at.mask ? row.before[scale_in(t, column)] : 0.0f, w);
+    codes.scale = at.mask ? row.before[scale_in(t, column)] : 0.0f;
+    codes.decode(w);
 }
 
-// Keep a lane's new values for `round_row`.
-DEVICE void encode_weights(Codes &, const Tensor &t, const Scalars &, const Row &row, const Offsets &at, int lane,
-                           const float w[8]) {
+// Take a lane's new values into the maxima of the row, and keep them for `round_row` if errors are dropped.
+DEVICE void measure(const Tensor &t, const Row &row, const Offsets &at, int lane, const float w[8]) {
     const uint32 column = (uint32)(at.element - row.first);
     uint32 largest = 0;
     if (at.mask) {
-        uint4 *values = row.values + column / 8;
-        values[0] = make_uint4(float_bits(w[0]), float_bits(w[1]), float_bits(w[2]), float_bits(w[3]));
-        values[row.width / 8] = make_uint4(float_bits(w[4]), float_bits(w[5]), float_bits(w[6]), float_bits(w[7]));
+        if constexpr (ERROR == DROPPED) {
+            uint4 *values = row.values + column / 8;
+            values[0] = make_uint4(float_bits(w[0]), float_bits(w[1]), float_bits(w[2]), float_bits(w[3]));
+            values[row.width / 8] = make_uint4(float_bits(w[4]), float_bits(w[5]), float_bits(w[6]), float_bits(w[7]));
+        }
         float magnitude = larger_magnitude(w[0], w[1]);
 #pragma unroll
         for (int i = 2; i < 8; ++i) magnitude = larger_magnitude(magnitude, w[i]);
@@ -110,30 +117,43 @@ DEVICE uint32 rounded_code(float q, uint32 random) {
     return float_bits(limit_magnitude(code, MOST) + SHIFT);
 }
 
-DEVICE void round_row(const Tensor &t, const Row &row, long long place) {
+// The codes of the eight values `q` from this column of a measured row on. Their scale is stored with its first element.
+DEVICE void round_eight(Codes &codes, const Tensor &t, const Row &row, uint32 column, float q[8]) {
+    const uint32 i = scale_in(t, column);
+    const float scale = codes.scale = new_scale(row.largest[i], row.before[i]);
+    if (column % (uint32)t.scale_width == 0) t.param_scale[(uint64)row.number * row.scales + i] = scale;
+    uint32 random[8], code[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) q[i] = scale == scale ? q[i] : 0.0f;
+    divide_eight(q, scale == scale ? scale : 1.0f);
+    draw_eight(ROW_KEYS, (long long)((uint64)row.place + column), random);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) code[i] = rounded_code(q[i], random[i]);
+    if constexpr (CODE_BITS == 4) {
+        codes.raw.word[0] = 0x88888888u;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) codes.raw.word[0] ^= (code[i] & 15) << 4 * i;  // adds 8 to four bits
+    } else {
+        codes.raw.word[0] = gather(code[0], code[1], code[2], code[3], 0x0040);
+        codes.raw.word[1] = gather(code[4], code[5], code[6], code[7], 0x0040);
+    }
+}
+
+DEVICE void encode_weights(Codes &codes, const Tensor &t, const Scalars &, const Row &row, const Offsets &at, int lane,
+                           float w[8]) {
+    if (!row.is_measured) measure(t, row, at, lane, w);
+    else if (at.mask) round_eight(codes, t, row, (uint32)(at.element - row.first), w);
+}
+
+DEVICE void round_row(const Tensor &t, const Row &row) {
     for (uint32 column = 8 * threadIdx.x; column < row.width; column += 8 * blockDim.x) {
-        const uint32 i = scale_in(t, column);
-        const float scale = new_scale(row.largest[i], row.before[i]);
-        if (column % (uint32)t.scale_width == 0) t.param_scale[(uint64)row.number * row.scales + i] = scale;
         const uint4 low = row.values[column / 8], high = row.values[column / 8 + row.width / 8];
         const uint32 bits[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
         float q[8];
-        uint32 random[8], code[8];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) q[i] = scale == scale ? bits_float(bits[i]) : 0.0f;
-        divide_eight(q, scale == scale ? scale : 1.0f);
-        draw_eight(ROW_KEYS, (long long)((uint64)place + column), random);
-#pragma unroll
-        for (int i = 0; i < 8; ++i) code[i] = rounded_code(q[i], random[i]);
+        for (int i = 0; i < 8; ++i) q[i] = bits_float(bits[i]);
         Codes made;
-        if constexpr (CODE_BITS == 4) {
-            made.raw.word[0] = 0x88888888u;
-#pragma unroll
-            for (int i = 0; i < 8; ++i) made.raw.word[0] ^= (code[i] & 15) << 4 * i;  // adds 8 to four bits
-        } else {
-            made.raw.word[0] = gather(code[0], code[1], code[2], code[3], 0x0040);
-            made.raw.word[1] = gather(code[4], code[5], code[6], code[7], 0x0040);
-        }
+        round_eight(made, t, row, column, q);
         store_vector((char *)t.param + (row.first + column) * CODE_BITS / 8, made.raw);
     }
 }

@@ -1,8 +1,9 @@
 """The compiled step of weights that are codes, on a GPU: one launch reads codes, updates the values and rounds them.
 
-A block of threads keeps the new values of a row in shared memory until the row's scales are known. So the device moves
-the codes, states and gradients alone, and there is no buffer of float32 values as in `lowbit.optim.step.rounded`, whose
-bits this step gives. It takes the weights for which `bits_for` is not 0; all others take the step with the buffer.
+A block of threads keeps the new values of a row in shared memory until the row's scales are known; where rounding errors
+go into the momentum, it computes them twice. So the device moves the codes, states and gradients alone, and there is no
+buffer of float32 values as in `lowbit.optim.step.rounded`, whose bits this step gives. It takes the weights for which
+`bits_for` is not 0; all others take the step with the buffer.
 """
 
 from __future__ import annotations
@@ -54,19 +55,19 @@ class CodedLaunch(StepLaunch):
     @functools.cached_property
     def shared(self) -> int:
         width, scale_width = self.rows[:, COLUMN["width"]], self.rows[:, COLUMN["scale_width"]]
-        return int((4 * width + 16 * (width // scale_width)).max())
+        kept = 4 * width if self.variant.error == "dropped" else 0
+        return int((kept + 16 * (width // scale_width)).max())
 
 
-def bits_for(own: Any, state: list[Tensor], error: str) -> int:
+def bits_for(own: Any, state: list[Tensor]) -> int:
     """Bits of the codes of a weight that `CodedLaunch` can update, else 0.
 
     Args:
         own: this rank's part of the weight, a LowbitTensor.
         state: its states.
-        error: what becomes of rounding errors, see `StepVariant`.
     """
     found = own.codes_by_row()
-    if found is None or error != "dropped" or not runs_on_hopper(own.device):
+    if found is None or not runs_on_hopper(own.device):
         return 0
     width = own.shape[-1]
     # Lanes take eight elements, whose codes begin at a multiple of their size.

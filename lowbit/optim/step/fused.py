@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.sharded import is_dtensor
+from lowbit.optim.options import rounds_bf16_stochastically
 from lowbit.optim.state import state as states
 from lowbit.optim.step import coded
 from lowbit.optim.step.job import GradScale, Job, local_grad
@@ -247,14 +248,11 @@ class KernelChoice:
             # A weight that rounds itself is given float32 values.
             dtype = torch.float32 if isinstance(own, LowbitTensor) else own.dtype
             kinds = *self.of_states, self._rounding(dtype)
-            error = "dropped"
-            if states.is_compensated(self.group, param):
-                error = "tried" if isinstance(own, LowbitTensor) else "returned"
-            bits = 0
+            error, bits = "dropped", 0
             if isinstance(own, LowbitTensor):
-                bits = coded.bits_for(
-                    own, list(map(self._state[param].__getitem__, self._signs)), error
-                )
+                bits = coded.bits_for(own, list(map(self._state[param].__getitem__, self._signs)))
+            if states.is_compensated(self.group, param):
+                error = "tried" if isinstance(own, LowbitTensor) and not bits else "returned"
             found = variant(
                 self.rule, dtype, grad.dtype, formats, *kinds, error=error, code_bits=bits
             )
@@ -350,7 +348,7 @@ def kernel_format(state: Tensor) -> str:
 
 
 def rounding_of(group: dict[str, Any], dtype: torch.dtype) -> str:
-    if dtype == torch.bfloat16 and group["bf16_stochastic_round"]:
+    if dtype == torch.bfloat16 and rounds_bf16_stochastically(group):
         return "stochastic"
     if dtype == torch.bfloat16 and group["weight_correction"] in states.CORRECTIONS:
         return {"8bit": "corrected", "16bit": "exact"}[group["weight_correction"]]
