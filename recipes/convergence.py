@@ -16,7 +16,8 @@ keeps its states:
                                                     and backward (`lowbit.train`)
     bf16-exact, bf16-momentum                       the same with all bits kept in two more bytes, and with the rounding
                                                     error in the momentum
-    int8-weights, int4-weights                      int8 or int4 weights in the blocks, without a copy
+    int8-weights, int4-weights                      int8 or int4 weights in the blocks, without a copy; the others in
+                                                    bfloat16, rounded stochastically
     int8-weights-fp32, -8bit, -4bit, int4-…         the same with the rounding error in the momentum, and AdamW's states
                                                     in that format
     galore, apollo, badam                           as fp32; algorithms that save memory (`recipes.memory_savers`)

@@ -69,8 +69,8 @@ def variants() -> dict[str, Variant]:
         Variant(
             "float8-products", "float8 products, a scale a row", fp32, torch_adamw, 0.005, float8
         ),
-        Variant("int8-weights", "int8 weights, no copy", bf16, adamw, None, int8_weight),
-        Variant("int4-weights", "int4 weights, no copy", bf16, adamw, None, int4_weight),
+        Variant("int8-weights", "int8 weights, no copy", bf16, stochastic, None, int8_weight),
+        Variant("int4-weights", "int4 weights, no copy", bf16, stochastic, None, int4_weight),
         *[
             Variant(
                 f"{bits}-weights-{states}",
