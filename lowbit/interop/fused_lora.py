@@ -87,9 +87,10 @@ class _Product(torch.autograd.Function):
         y = F.linear(x, _values(base.weight, x), base.bias)
         rows = y.view(-1, y.shape[-1])
         if _dispatch_modes():  # such as selective checkpointing, which keeps results
-            return torch.addmm(rows, t, b.t(), alpha=s).view(y.shape)
-        rows.addmm_(t, b.t(), alpha=s)
-        return y
+            y = torch.addmm(rows, t, b.t(), alpha=s).view(y.shape)
+        else:
+            rows.addmm_(t, b.t(), alpha=s)
+        return y.detach()  # not a view, as in `RoundedLinear`
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

@@ -175,7 +175,7 @@ class _PlainGradients(torch.autograd.Function):
     ) -> Tensor:
         ctx.plain = plain
         ctx.save_for_backward(*tensors)
-        return exact(*tensors)
+        return exact(*tensors).detach()  # not a view, as in `RoundedLinear`
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

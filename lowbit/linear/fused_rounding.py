@@ -292,7 +292,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, scale, zero)
         ctx.spec, ctx.constant_codes = spec, constant_codes
-        return rounded_by(x, spec, qparams(spec, scale, zero), x.dtype)
+        return rounded_by(x, spec, qparams(spec, scale, zero), x.dtype).detach()
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:

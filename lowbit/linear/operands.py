@@ -58,7 +58,7 @@ class RoundedLinear(torch.autograd.Function):
         y, kept = operands.output(x, weight, bias, ctx.needs_input_grad, *others)
         ctx.save_for_backward(*kept)
         ctx.operands = operands
-        return y
+        return y.detach()  # autograd refuses to change a view that was made here in place, as nn.ReLU(inplace=True) does
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

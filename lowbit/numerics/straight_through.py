@@ -34,7 +34,7 @@ class StraightThrough(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(mask)
         ctx.passed = passed
-        return values.view_as(values)
+        return values.detach()  # not a view, which autograd would not let anyone change in place
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:

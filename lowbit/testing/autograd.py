@@ -63,6 +63,23 @@ class AutogradContract(Subject):
                 limit = self.gradient_tolerance
                 assert error < limit, f"{name}, tokens {tokens}, weight [{n}, {k}]: {error}"
 
+    def test_output_changes_in_place(self) -> None:
+        """As `nn.ReLU(inplace=True)` and `hidden += residual` change it. Autograd refuses a view that an autograd Function
+        made."""
+        for tokens, n, k in PRODUCTS[:4]:
+            weight = self.make((n, k))
+            for bias in (values((n,), 2), None):
+                x = values((*tokens, k), 1).requires_grad_()
+                y = F.linear(x, weight, bias)
+                expected = y.detach() * 2 + 1
+                upstream = values(y.shape, 3)
+                y.mul_(2).add_(1).backward(upstream)
+                assert torch.equal(y, expected)
+                gradient = self._expected_gradients(weight, x, 2 * upstream)["input"]
+                assert x.grad is not None
+                error = relative_error(x.grad, gradient)
+                assert error < self.gradient_tolerance, f"tokens {tokens}, weight [{n}, {k}]"
+
     def _expected_gradients(self, weight: Tensor, x: Tensor, upstream: Tensor) -> dict[str, Tensor]:
         n, k = weight.shape
         tokens = math.prod(x.shape[:-1])

@@ -78,6 +78,17 @@ def test_adapters_train_and_the_base_does_not(scheme, adapter) -> None:
     assert before and all(torch.equal(base_weights(model)[name], w) for name, w in before.items())
 
 
+def test_an_adapter_that_adds_to_the_output_in_place() -> None:
+    """AdaLoRA's forward says `result += …`."""
+    model = llama()
+    lb.quantize_(model, lb.Int8DynamicActivationInt8Weight(), is_inner_linear)
+    config = peft.AdaLoraConfig(total_step=10, target_modules=TARGETS)
+    model = peft.get_peft_model(model, config)
+    weights = [p for p in model.parameters() if p.requires_grad]
+    losses = train(model, torch.optim.AdamW(weights, lr=1e-2), 3)
+    assert losses[-1] < losses[0]
+
+
 @every_scheme
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
 def test_saved_and_loaded(scheme, adapter, tmp_path) -> None:

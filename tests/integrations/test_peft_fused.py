@@ -129,6 +129,19 @@ def test_a_write_between_forward_and_backward_raises() -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("scheme", ["nf4", "int8xint4"])
+def test_outputs_change_in_place(scheme: str, products: list[int]) -> None:
+    base = nn.Linear(64, 48)
+    lb.quantize_(base, SCHEMES[scheme], lambda module, name: True)
+    layer = peft.get_peft_model(nn.Sequential(base), peft.LoraConfig(r=4, target_modules=["0"]))
+    lowbit.peft.fuse_(layer)
+    b = layer.get_base_model()[0].lora_B["default"].weight
+    x = torch.randn(5, 3, 64)
+    (expected,) = torch.autograd.grad((layer(x) * 3).sum(), b)
+    (found,) = torch.autograd.grad(layer(x).mul_(3).sum(), b)
+    assert torch.equal(found, expected) and expected.any() and products == [2]
+
+
 def test_several_adapters_add_up() -> None:
     model = adapted("int4")
     model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear"))

@@ -95,6 +95,16 @@ def test_ties(select) -> None:
     assert torch.equal(model(TOKENS), y)
 
 
+@pytest.mark.parametrize("scales", ["present", "learned"])
+def test_rows_of_an_embedding_change_in_place(scales) -> None:
+    model = nn.Sequential(nn.Embedding(21, 40))
+    qat.prepare_(model, INT4, lambda m, name: isinstance(m, nn.Embedding), scales=scales)
+    tokens, table = torch.tensor([[3, 20], [3, 0]]), model[0].weight
+    (expected,) = torch.autograd.grad((model(tokens) * 3).sum(), table)
+    (found,) = torch.autograd.grad(model(tokens).mul_(3).sum(), table)
+    assert torch.equal(found, expected) and expected.any()
+
+
 def test_casts_and_moves_of_a_prepared_model_keep_ties() -> None:
     model = Model(tied=True)
     qat.prepare_(model, INT4)
