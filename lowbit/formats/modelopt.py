@@ -21,7 +21,8 @@ Layers of "MXFP8" have
 and inputs that are rounded in the same way, by `MXFP8DynamicActivationMXFP8Weight()`. A folder of these alone is
 written as "MXFP8".
 
-Layers of "FP8" have codes in float8_e4m3fn, one weight_scale in float32 and an input_scale. They are read and written
+Layers of "FP8" have codes in float8_e4m3fn, one weight_scale in float32 and an input_scale; those of
+"FP8_PER_CHANNEL_PER_TOKEN" have a weight_scale a row, and a scale of inputs for each token. Both are read and written
 back. With "MIXED_PRECISION" a folder has several: the dtypes of codes and scales say which.
 
 Source: nvidia-modelopt 0.47, `modelopt.torch.export`, whose folders of a tiny Qwen3 were read and written back.
@@ -51,8 +52,13 @@ from lowbit.tensor.frozen.float8_tensor import E4M3, MXFP8, Float8Tensor, is_mxf
 from lowbit.tensor.frozen.table_tensor import TableTensor
 
 SPEC = replace(NVFP4.spec, scale_format="e4m3_inverse")
-ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "MXFP8", "MIXED_PRECISION")
+ALGORITHMS = (
+    *("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN"),
+    *("MXFP8", "MIXED_PRECISION"),
+)
 GROUP = NVFP4.group_size
+_UNREAD = "pre_quant_scale", "svdquant_lora_a", "svdquant_lora_b"
+"""Parts that change the values or the inputs of a weight, as AWQ, SmoothQuant and SVDQuant leave them."""
 
 
 class ModelOpt(Format):
@@ -63,7 +69,7 @@ class ModelOpt(Format):
         return str(config.get("quant_method")).startswith(self.name)
 
     def suffixes(self, config: Mapping[str, Any]) -> tuple[str, ...]:
-        return "weight_scale", "weight", "weight_scale_2", "input_scale"
+        return "weight_scale", "weight", "weight_scale_2", "input_scale", *_UNREAD
 
     def decode(
         self, parts: Parts, config: Mapping[str, Any], weight: str, dtype: torch.dtype | None
@@ -71,6 +77,11 @@ class ModelOpt(Format):
         algorithm = str(config.get("quant_algo", "NVFP4")).upper()
         if algorithm not in ALGORITHMS:
             raise FormatError(f"quant_algo is {algorithm!r:.60}; accepted: {', '.join(ALGORITHMS)}")
+        if unread := [part for part in _UNREAD if part in parts]:
+            raise FormatError(
+                f"it has a {' and a '.join(unread)}, which lowbit does not apply: export the folder again by a method "
+                "without AWQ, SmoothQuant and SVDQuant"
+            )
         codes, dtype = parts["weight"], dtype or torch.bfloat16
         if codes.dtype is E4M3 and parts["weight_scale"].dtype is torch.uint8:
             scale = parts["weight_scale"].contiguous()

@@ -160,22 +160,25 @@ def test_a_cache_in_float8_leaves_the_weights_plain(tmp_path: Path) -> None:
     assert torch.equal(made.first.weight, model.first.weight)
 
 
-@pytest.mark.parametrize("static", [True, False])
-def test_float8_layers(static: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("static", "rows"), [(True, 1), (False, 1), (False, 33)])
+def test_float8_layers(static: bool, rows: int, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     written(folder)
     codes = torch.randn(33, 48).to(torch.float8_e4m3fn)
     tensors = load_file(folder / "model.safetensors")
     kept = {n: t for n, t in tensors.items() if not n.startswith("first.")}
-    own = {"weight": codes, "weight_scale": torch.tensor(0.25)}
+    own = {"weight": codes, "weight_scale": torch.full((rows,), 0.25).squeeze(0)}
     own |= {"input_scale": torch.tensor(0.5)} if static else {}
     save_file(kept, folder / "model.safetensors")
-    change(folder, own, quant_algo="FP8")
+    change(folder, own, quant_algo="FP8" if rows == 1 else "FP8_PER_CHANNEL_PER_TOKEN")
     made = opened(folder)
     assert torch.equal(made.first.weight.dequantize().float(), codes.float() / 4)
+    inputs: Any = made.first.weight.activation  # type: ignore[union-attr]
+    assert inputs.static == static
     lowbit.export(made, tmp_path / "back", like=folder)
     again = load_file(tmp_path / "back/model.safetensors")
-    assert all(torch.equal(again[f"first.{n}"].float(), t.float()) for n, t in own.items())
+    for name, t in own.items():
+        assert torch.equal(again[f"first.{name}"].float(), t.float()), name
 
 
 @pytest.mark.parametrize(
@@ -187,13 +190,17 @@ def test_float8_layers(static: bool, tmp_path: Path) -> None:
         ({"weight_scale_2": torch.tensor(0.0)}, r"its weight_scale_2 is \[0.0\]; .*left in high precision"),
         ({"weight_scale_2": torch.tensor(float("nan"))}, r"its weight_scale_2 is \[nan\]"),
         ({"weight_scale_2": torch.ones(33)}, r"its weight_scale_2 is \[1.0, 1.0"),
+        ({"pre_quant_scale": torch.full((48,), 2.0)}, "it has a pre_quant_scale, which lowbit does not"),
+        ({"svdquant_lora_a": torch.ones(4, 48)}, "it has a svdquant_lora_a, .*without AWQ, SmoothQ"),
     ],
 )  # fmt: skip
 def test_parts_that_do_not_fit(parts: dict[str, Tensor], message: str, tmp_path: Path) -> None:
     written(tmp_path / "out")
-    change(tmp_path / "out", parts)
+    change(tmp_path / "out", parts, quant_algo="MIXED_PRECISION")
     with pytest.raises(FormatError, match=message):
         opened(tmp_path / "out")
+    with pytest.raises(FormatError, match=message):
+        lowbit.export(tmp_path / "out", tmp_path / "again", "compressed-tensors")
 
 
 def test_other_algorithms(tmp_path: Path) -> None:
