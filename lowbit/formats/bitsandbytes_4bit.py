@@ -101,7 +101,7 @@ class Bitsandbytes4bit(Format):
         found = {
             "weight": _swapped(weight.codes.contiguous().flatten())[:, None],
             "weight.absmax": weight.scale.flatten(),
-            "weight.quant_map": torch.tensor(TABLES[kind].values),
+            "weight.quant_map": torch.tensor(TABLES[kind].values, dtype=torch.float32),
         }
         if weight.scale_absmax is not None and weight.scale_offset is not None:
             state |= {
@@ -115,7 +115,7 @@ class Bitsandbytes4bit(Format):
                 )
             except ValueError as error:
                 raise FormatError(str(error)) from error
-            found["weight.nested_quant_map"] = torch.tensor(DYNAMIC8.values)
+            found["weight.nested_quant_map"] = torch.tensor(DYNAMIC8.values, dtype=torch.float32)
         text = json.dumps(state).encode()
         found[STATE + kind] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         return found
@@ -231,5 +231,5 @@ def _nested(parts: Parts, state: Mapping[str, Any], rows: int, groups: int) -> d
             f"its nested_blocksize is {block!r} with {flat.numel()} values for {rows * groups} scales; accepted: "
             f"{Double.block}"
         )
-    offset = torch.tensor([[float(state["nested_offset"])]])
+    offset = torch.tensor([[float(state["nested_offset"])]], dtype=torch.float32)
     return {"scale_absmax": absmax_of_rows(flat, rows, groups), "scale_offset": offset}

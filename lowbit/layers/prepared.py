@@ -335,7 +335,7 @@ def prepare_input(modules: Sequence[nn.Module], spec: Spec, learned: bool) -> No
     found = static_input.held_for(modules[0], spec)
     if found is None:
         device = modules[0].weight.device
-        unknown = torch.full((1,), torch.nan, device=device)  # type: ignore[arg-type]
+        unknown = torch.full((1,), torch.nan, dtype=torch.float32, device=device)  # type: ignore[arg-type]
         found = unknown, unknown.clone() if formula.learns_zero(spec) else None
     hold_input(modules, spec, found, learned)
     make_prepared(modules, [*LAYERS])

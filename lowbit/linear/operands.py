@@ -58,7 +58,7 @@ class RoundedLinear(torch.autograd.Function):
         y, kept = operands.output(x, weight, bias, ctx.needs_input_grad, *others)
         ctx.save_for_backward(*kept)
         ctx.operands = operands
-        return y.detach()  # autograd refuses to change a view that was made here in place, as nn.ReLU(inplace=True) does
+        return y.detach()  # not a view, which autograd would not let nn.ReLU(inplace=True) change
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:

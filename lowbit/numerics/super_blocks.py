@@ -212,7 +212,7 @@ class SuperBlocks:
         own = self.nearest(s / d.unsqueeze(-1))
         if m is None:
             return Fields(d, own)
-        sign = torch.where((m <= 0).all(-1) & (m < 0).any(-1), -1.0, 1.0)
+        sign = 1 - 2 * ((m <= 0).all(-1) & (m < 0).any(-1)).to(d.dtype)
         dmin = self.minimum_in_half(
             (m * sign.unsqueeze(-1)).amax(-1).clamp(min=0) / self.most * sign, d
         )

@@ -203,7 +203,7 @@ def _check_finite(name: str, tensors: list[Tensor | None], held: Any) -> None:
     """Raise ValueError for NaN and infinite values: on all ranks of `held`, a DTensor of which each has a part."""
     count = sum(count_nonfinite(t.detach()) for t in tensors if t is not None)
     if held is not None:
-        found = torch.tensor(float(count), device=held_locally(held).device)
+        found = torch.tensor(float(count), dtype=torch.float32, device=held_locally(held).device)
         count = int(largest_over_ranks(found, held.device_mesh))
     if count:
         raise ValueError(

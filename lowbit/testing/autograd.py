@@ -64,8 +64,8 @@ class AutogradContract(Subject):
                 assert error < limit, f"{name}, tokens {tokens}, weight [{n}, {k}]: {error}"
 
     def test_output_changes_in_place(self) -> None:
-        """As `nn.ReLU(inplace=True)` and `hidden += residual` change it. Autograd refuses a view that an autograd Function
-        made."""
+        """As `nn.ReLU(inplace=True)` and `hidden += residual` change it. Autograd refuses a view that an autograd
+        Function made."""
         for tokens, n, k in PRODUCTS[:4]:
             weight = self.make((n, k))
             for bias in (values((n,), 2), None):

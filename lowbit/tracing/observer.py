@@ -153,7 +153,7 @@ class Observer(nn.Module):
         offsets = torch.arange(_POINTS, device=bins.device) * step + step // 2
         points = _values_of((bins[:, None] << _HIDDEN_BITS) + offsets).clamp(*whole).flatten()
         weights = self.counts[bins].double().repeat_interleave(_POINTS)
-        shrink = 2 ** (-torch.arange(CANDIDATES, device=bins.device) / 16)
+        shrink = 2 ** (-torch.arange(CANDIDATES, dtype=torch.float32, device=bins.device) / 16)
         ranges = shrink[:, None] * whole
         spec = replace(self.spec, granularity=PerRow(), static=False)
         errors = []

@@ -154,7 +154,7 @@ def sizes(x: Tensor, format: str) -> Tensor:
     """For int8 the scale that each number of x alone needs, more than 0 unless the number is, else its magnitude."""
     if format != "int8":
         return x.abs()
-    needed = x.abs() / torch.where(x < 0, 128.0, 127.0)
+    needed = x.abs() / torch.where(x < 0, 128.0, 127.0).to(x.dtype)
     return torch.where(x == 0, 0.0, needed.clamp(min=2.0**-149))
 
 
@@ -184,7 +184,7 @@ def _round_stochastically(q: Tensor, format: str, draws: Tensor) -> Tensor:
     dropped, normal = (20, 2.0**-6) if format == "e4m3" else (21, 2.0**-14)
     magnitude = q.abs()
     # Below `normal`, the format's numbers are as far apart as between `normal` and 2 * `normal`.
-    shift = torch.where(magnitude < normal, normal, 0.0)
+    shift = torch.where(magnitude < normal, normal, 0.0).to(q.dtype)
     bits = (magnitude + shift).view(torch.int32)
     bits = (bits + upper(draws, dropped)) & (-1 << dropped)
     return (bits.view(torch.float32) - shift).copysign(q)

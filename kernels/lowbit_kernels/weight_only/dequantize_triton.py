@@ -286,7 +286,9 @@ def on_device(table: tuple[float, ...], device: torch.device) -> Tensor:
     if found is not None:
         return found
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-        return torch.stack([torch.full((), value, device=device) for value in table])
+        return torch.stack(
+            [torch.full((), value, dtype=torch.float32, device=device) for value in table]
+        )
     with torch.inference_mode(False):
         found = torch.tensor(table, dtype=torch.float32, device=device)
     if len(_tables) < MOST_TABLES:

@@ -97,7 +97,7 @@ class Grid:
         elif zero is not None:
             codes = zero.float().T.contiguous()
         self.least, self.most = low - codes, high - codes
-        self.levels = torch.tensor(levels_of(spec.format), device=scale.device)
+        self.levels = torch.tensor(levels_of(spec.format), dtype=torch.float32, device=scale.device)
 
 
 def levels_of(fmt: NumberFormat) -> list[float]:

@@ -332,7 +332,7 @@ def _powers(folding: Folding) -> Tensor:
     limits = _HALF_EXPONENTS if weight.dtype is torch.float16 else _EXPONENTS
     size = weight.shape[1]
     exponents = torch.randint(*limits, (size,), generator=torch.Generator().manual_seed(size))
-    return torch.ldexp(torch.ones(size), exponents).to(weight)
+    return torch.ldexp(torch.ones(size, dtype=torch.float32), exponents).to(weight)
 
 
 def _is_divided(found: Tensor, x: Tensor, scale: Tensor) -> bool:

@@ -177,7 +177,7 @@ def steps_of(values: Tensor, spec: Spec, found: QParams) -> Tensor:
     scale = scale.narrow(-1, 0, shape[-1])
     fmt = spec.format
     if isinstance(fmt, LookupTable):
-        ordered = torch.tensor(levels_of(fmt), device=values.device)
+        ordered = torch.tensor(levels_of(fmt), dtype=torch.float32, device=values.device)
         gaps = ordered.diff()
         ends = gaps.new_full((1,), math.inf)
         nearest = torch.minimum(torch.cat([ends, gaps]), torch.cat([gaps, ends]))

@@ -109,6 +109,6 @@ def new_row_moment(param: Tensor, stacked: bool) -> Tensor:
     device = local(param).device
     is_exchanged = not stacked and is_dtensor(param) and sharded_dim(param) is not None
     if not is_dtensor(param) or not (holds_whole(param, stacked) or is_exchanged):
-        return torch.zeros(shape, device=device)
-    own = torch.zeros(local(param).shape[: len(shape)], device=device)
+        return torch.zeros(shape, dtype=torch.float32, device=device)
+    own = torch.zeros(local(param).shape[: len(shape)], dtype=torch.float32, device=device)
     return placed(param, own, param.placements, shape)

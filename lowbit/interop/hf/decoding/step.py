@@ -63,7 +63,7 @@ class Decoder:
         self.seed, self.shift = (torch.zeros(1, **integers) for _ in range(2))
         self.start = torch.zeros(batch, **integers)
         self.done = torch.zeros(batch, dtype=torch.bool, device=device)
-        self.largest = torch.zeros((batch, 1), device=device)
+        self.largest = torch.zeros((batch, 1), dtype=torch.float32, device=device)
         """The largest logit of the chosen tokens of each sequence: NaN once logits were NaN."""
         self.folded: dict[str, int] = {}
         self._forward: Callable[..., Tensor] | None = None
