@@ -8,12 +8,12 @@
 # in float32. The inverse of the scale is limited to 2e4, which is meant for float16, whatever `compute_dtype` is. Weights
 # under 1e-4 are common in adapters, in gates that start near zero, and in models with a multiplier behind a layer.
 #
-# Exits non-zero if the error stays the same.
+# Exits non-zero if that changes.
 set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 python3 -m venv "$dir/venv"
-"$dir/venv/bin/pip" install -q 'torch==2.13.0' 'numpy==2.4.6' 'tqdm' 'termcolor' 'einops' 'transformers==5.23.0' 'accelerate==1.15.0'
+"$dir/venv/bin/pip" install -q 'torch==2.13.0' 'numpy==2.4.6' 'tqdm==4.70.1' 'termcolor==3.3.0' 'einops==0.8.2' 'transformers==5.23.0' 'accelerate==1.15.0'
 "$dir/venv/bin/pip" install -q --no-deps 'hqq==0.2.8.post1'
 "$dir/venv/bin/python" - <<'PYTHON'
 import torch
