@@ -31,9 +31,12 @@ from lowbit.linear.frozen.checks import (
     refuse_second_derivative,
     unflattened,
 )
-from lowbit.linear.operands import Kept, RoundedLinear, Values
+from lowbit.linear.operands import Kept, Values, known, remember, rounded_product
 from lowbit.tracing import tracer
 from lowbit.tracing.tracer import Note
+
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """Codes and scales of a matrix along its rows, and of its transpose along its columns."""
@@ -53,12 +56,33 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """
     # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
     with torch._C.DisableTorchFunctionSubclass():
-        return _low_bit_linear(x, weight, bias)
+        given, how, arguments = x, None, None
+        if not _is_compiling() and tracer.active is None:
+            is_autocast = _is_any_autocast_enabled()
+            if is_autocast:
+                x, bias = autocast_inputs(x, weight, bias)
+            bias_dtype = None if bias is None else bias.dtype
+            # all that checks and the decision depend on and that can change during the life of a weight object
+            arguments = x.shape, x.dtype, x.device, weight.scheme, bias_dtype, is_autocast
+            how = known(weight, x, arguments)
+        if how is None:
+            x, bias, how = _decide(x, weight, bias)
+            if how is None:
+                return F.linear(x, Values.apply(weight).to(x.dtype), bias)
+            if arguments is not None:
+                remember(weight, x, arguments, how)
+        scheme = how.scheme
+        columns = scheme.grad_weight and weight.requires_grad and torch.is_grad_enabled()
+        quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, given=given)
+        flat = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), how.k)
+        return unflattened(rounded_product(flat, weight, bias, how, *quantized), x)
 
 
-def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+def _decide(
+    x: Tensor, weight: Any, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, LowBitOperands | None]:
+    """Check the operands, cast them as autocast does, and choose: None for a product in high precision."""
     check_linear(x, weight)
-    given = x
     x, bias = autocast_inputs(x, weight, bias)
     scheme = weight.scheme
     n, k = weight.shape
@@ -66,15 +90,27 @@ def _low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     why = scheme.plain_because(x.device, m, n, k)
     note = tracer.note(m, n, k, why, weight)
     if why is not None:
-        return F.linear(x, Values.apply(weight).to(x.dtype), bias)
+        return x, bias, None
     scheme.check_dtype(x.dtype)
-    learns = weight.requires_grad and torch.is_grad_enabled()
-    columns = scheme.grad_weight and learns
-    quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, given=given)
-    flat = x if x.ndim == 2 else x.reshape(m, k)
-    how = LowBitOperands(scheme, note, type(weight).__name__, weight.dtype, k)
-    y = RoundedLinear.apply(flat, weight, bias, how, *quantized)
-    return unflattened(y, x)
+    choices = Choices(*(getattr(scheme, name) for name in Choices._fields))
+    return x, bias, LowBitOperands(choices, note, type(weight).__name__, weight.dtype, k)
+
+
+class Choices(NamedTuple):
+    """The attributes of `LowbitProducts` that a product reads. There most are properties, which take the host longer."""
+
+    output: bool
+    grad_input: bool
+    grad_weight: bool
+    forward_format: str
+    backward_format: str
+    rounds_stochastically: bool
+    seed: int
+    one_scale: bool
+    in_blocks: bool
+    power_of_two: bool
+    makes_codes: bool
+    input_rounding: tuple[Any, ...]
 
 
 class LowBitOperands(NamedTuple):
@@ -84,7 +120,7 @@ class LowBitOperands(NamedTuple):
     and along its columns, [0, 0] for those that no product needs.
     """
 
-    scheme: Any
+    scheme: Choices
     note: Note | None
     kind: str
     """The name of the weight's class, for an error."""

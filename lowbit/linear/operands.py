@@ -20,6 +20,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+_is_compiling = torch.compiler.is_dynamo_compiling
+_has_transforms = torch._C._are_functorch_transforms_active
+_unwrapped: Any = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]
+
 Kept = tuple[Tensor | None, ...]
 """The tensors that a forward pass keeps for the backward. It keeps a low-bit weight as an alias, `weight.detach()`:
 a weight that a graph holds could not be moved or cast, because torch then swaps the tensors of a subclass."""
@@ -68,6 +72,59 @@ class RoundedLinear(torch.autograd.Function):
         if needs[2]:
             of_bias = grad.flatten(0, -2).sum(0) if grad.ndim > 1 else grad
         return of_x, of_weight, of_bias, None, *more, *[None] * (len(needs) - 4 - len(more))
+
+
+_apply: Any = super(torch.autograd.Function, RoundedLinear).apply  # type: ignore[misc]
+
+
+def rounded_product(
+    x: Tensor, weight: Any, bias: Tensor | None, operands: Operands, *others: Any
+) -> Tensor:
+    """`RoundedLinear.apply`. Eager code calls the function of C below it, since torch's own `apply` looks at each
+    argument in Python. It would take a tenth of the host's time for a product in low bits."""
+    if _is_compiling() or _has_transforms():
+        found: Tensor = RoundedLinear.apply(x, weight, bias, operands, *others)
+        return found
+    bias = None if bias is None else _unwrapped(bias)
+    found = _apply(_unwrapped(x), weight, bias, operands, *others)
+    return found
+
+
+# ---- what a weight remembers -----------------------------------------------------------------------------------
+
+_MOST_KNOWN = 4
+"""Decisions that a weight remembers: prefill and decoding alternate, with and without a residual."""
+
+
+class _Known:
+    """A decision on a weight: for such `arguments` this was `found`. Never changed, only replaced."""
+
+    __slots__ = ("arguments", "found")
+
+    def __init__(self, arguments: tuple[Any, ...], found: Any) -> None:
+        self.arguments, self.found = arguments, found
+
+    def __deepcopy__(self, memo: Any) -> _Known:
+        """The decision holds for a copy of the weight too."""
+        return self
+
+
+def known(weight: Any, x: Tensor, arguments: tuple[Any, ...]) -> Any:
+    """What was found for a product of this weight and an x with equal `arguments`; None where nothing was, and for an x
+    that is not plain."""
+    if type(x) is Tensor and not _has_transforms():
+        for one in weight._known_products:
+            if one.arguments == arguments:
+                return one.found
+    return None
+
+
+def remember(weight: Any, x: Tensor, arguments: tuple[Any, ...], found: Any) -> None:
+    """Let `known` give `found`."""
+    if type(x) is Tensor:
+        # A list is searched faster than a spec is hashed. It is replaced, because other threads may search it.
+        latest = weight._known_products[: _MOST_KNOWN - 1]
+        weight._known_products = (_Known(arguments, found), *latest)
 
 
 class Values(torch.autograd.Function):

@@ -162,6 +162,11 @@ class LowbitProducts(TrainingScheme):
         return False
 
     @property
+    def power_of_two(self) -> bool:
+        """True if scales of blocks are powers of two."""
+        return False
+
+    @property
     def makes_codes(self) -> bool:
         """True if each product makes the codes of the weight, by `row_codes` or `transposed_codes` of its class."""
         return self.in_blocks

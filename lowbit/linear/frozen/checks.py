@@ -15,6 +15,7 @@ from torch import Tensor
 from lowbit.linear.frozen.row import Weight
 from lowbit.tracing import tracer
 
+_is_compiling = torch.compiler.is_dynamo_compiling
 _has_transforms = torch._C._are_functorch_transforms_active
 
 
@@ -26,7 +27,7 @@ TRANSFORMS = (
 
 def in_transform() -> bool:
     """True if a transform of torch.func runs, as seen above autograd."""
-    return not torch.compiler.is_compiling() and _has_transforms()
+    return not _is_compiling() and _has_transforms() and not torch.compiler.is_compiling()
 
 
 def refuse_transforms(weight: Any) -> None:

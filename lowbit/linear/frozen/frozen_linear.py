@@ -1,7 +1,7 @@
 """The linear of a frozen quantized weight: checks, the choice of a row, autograd.
 
 A condition of `BUILT_IN` decides by shapes, dtypes, devices and the weight's metadata alone. So the weight caches its
-last decisions with everything that decided them (`_Known`), and the next product with equal arguments checks nothing
+last decisions with everything that decided them (`known`), and the next product with equal arguments checks nothing
 again. A registered condition may read anything, such as strides or global flags. So each product asks it again.
 """
 
@@ -17,14 +17,13 @@ from torch.nn import functional as F
 from lowbit.linear.frozen import built_in, registered
 from lowbit.linear.frozen.checks import autocast_inputs, check_addend, check_linear
 from lowbit.linear.frozen.row import Row, Weight
-from lowbit.linear.operands import Kept, RoundedLinear
+from lowbit.linear.operands import Kept, known, remember, rounded_product
 from lowbit.tracing import tracer
 
 # Names of this module, because looking up an attribute takes as long as some of these calls.
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
-_has_transforms = torch._C._are_functorch_transforms_active
 # Without this, reading the shape or dtype of a weight goes through its __torch_function__, at microseconds each.
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
 
@@ -54,11 +53,7 @@ def quantized_linear(
             arguments += ("bias", bias.shape, bias.dtype, bias.device)
         if residual is not None:
             arguments += ("residual", residual.shape, residual.dtype, residual.device)
-        if type(x) is Tensor and not _has_transforms():
-            for known in weight._known_products:
-                if known.arguments == arguments:
-                    row = known.row
-                    break
+        row = known(weight, x, arguments)
     if row is None:
         with _PlainAttributes():
             x, bias, row = _decide(x, weight, bias, residual, arguments)
@@ -78,7 +73,7 @@ def quantized_linear(
                 or (residual is not None and residual.requires_grad)
             ):
                 how = row if tracer.active is None else _TracedRow(row)
-                y = RoundedLinear.apply(x, weight, bias, how)
+                y = rounded_product(x, weight, bias, how)
                 return y if residual is None else y + residual
     return _run(row, x, weight, bias, residual)
 
@@ -97,23 +92,6 @@ def any_linear(
 # ---- the decision ------------------------------------------------------------------------------------------
 
 
-_MOST_KNOWN = 4
-"""Decisions that a weight remembers: prefill and decoding alternate, with and without a residual."""
-
-
-class _Known:
-    """A decision on a weight: for such `arguments`, this row of `BUILT_IN`. Never changed, only replaced."""
-
-    __slots__ = ("arguments", "row")
-
-    def __init__(self, arguments: tuple[Any, ...], row: Row) -> None:
-        self.arguments, self.row = arguments, row
-
-    def __deepcopy__(self, memo: Any) -> _Known:
-        """The decision holds for a copy of the weight too."""
-        return self
-
-
 def _decide(
     input: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, arguments: Any
 ) -> tuple[Tensor, Tensor | None, Row]:
@@ -124,10 +102,8 @@ def _decide(
     check_addend("residual", residual, (*input.shape[:-1], n), input, weight)
     x, bias = autocast_inputs(input, weight, bias)
     row = built_in.built_in_row(x, weight, bias)
-    if arguments is not None and type(x) is Tensor:
-        # A list is searched faster than a spec is hashed. It is replaced, because other threads may search it.
-        latest = weight._known_products[: _MOST_KNOWN - 1]
-        weight._known_products = (_Known(arguments, row), *latest)
+    if arguments is not None:
+        remember(weight, x, arguments, row)
     return x, bias, row
 
 

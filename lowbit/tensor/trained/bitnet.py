@@ -104,7 +104,7 @@ class BitNetTensor(MasterWeightTensor, codec=PackedTernary):
     """A trainable weight [..., N, K] with ternary products. `weight` is the high-precision tensor inside."""
 
     meta_attrs = ("scheme", "matrix")
-    caches = ("precomputed", "writes")
+    caches = (*MasterWeightTensor.caches, "precomputed", "writes")
     already = (
         "prepared for training already; lowbit.train.convert_(model) makes it ternary for good"
     )

@@ -75,7 +75,7 @@ class FakeQuantizedTensor(OtherProducts, MasterWeightTensor, codec=CodesBeforeCl
         F.conv2d: "conv2d",
     }
 
-    caches = ("holder",)
+    caches = (*MasterWeightTensor.caches, "holder")
 
     scheme: Scheme
     off: Off

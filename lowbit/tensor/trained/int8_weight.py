@@ -96,7 +96,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     tensor_attrs = ("codes", "scale", "place")
     meta_attrs = ("scheme", "columns", "transposed")
     already = "trained in int8 already; lowbit.train.restore_(model) makes it a plain weight again"
-    caches = ("_reader",)
+    caches = (*TrainableTensor.caches, "_reader")
     schemes: ClassVar[tuple[type[Any], ...]] = (Int8Weight,)
     spec = Int8WeightOnly().weight
     """The spec of an AffineTensor with the same codes and scales."""

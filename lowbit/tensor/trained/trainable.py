@@ -44,6 +44,8 @@ class TrainableTensor(LowbitTensor):
     """The base of weights that train. `cls(weight, scheme)` makes one from a plain weight [..., N, K]."""
 
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
+    caches = (*LowbitTensor.caches, "_known_products")
+    _known_products: tuple[Any, ...] = ()
     way_out = KEEP_OUT
     schemes: ClassVar[tuple[type[Any], ...]] = ()
     """The classes of schemes, subclasses included, that this class carries out."""
@@ -283,10 +285,10 @@ class TrainableTensor(LowbitTensor):
             operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
             raise next(operands)._unsupported(TRANSFORMS)
         # `out` serves functions with a backward of their own, which would round gradients as inputs are rounded.
-        if kwargs.get("out") is not None:
+        if kwargs and kwargs.get("out") is not None:
             operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
             raise next(operands)._unsupported(f"{func.__name__} with out=")
-        return super().computed(func, args, kwargs)
+        return getattr(cls, cls.products[func])(*args, **kwargs)
 
     @classmethod
     def on_lists(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
