@@ -14,36 +14,58 @@ from lowbit.linear.frozen.checks import (
     autocast_inputs,
     check_first_derivative,
     check_linear,
+    flattened,
+    looked_up,
     unflattened,
 )
-from lowbit.linear.operands import Kept, RoundedLinear, Values
+from lowbit.linear.operands import Kept, Values, remember, rounded_product
 from lowbit.tracing import tracer
 
+_is_compiling = torch.compiler.is_dynamo_compiling
 # Without this, reading the shape or dtype of a weight goes through its __torch_function__, at microseconds each.
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
 
 
 class DequantizedOperands:
-    """x, and the values of the weight. Backward dequantizes again, to save memory."""
+    """x, and the values of the weight. Backward dequantizes again, to save memory.
+
+    `alias`: a weight over the same inner tensors. Autograd compares the versions of these, which it keeps, since the
+    alias has one of its own. None in graphs of torch.compile, which keep an alias of each call.
+    """
+
+    def __init__(self, alias: Any) -> None:
+        self.alias = alias
 
     @staticmethod
+    def of(weight: Any) -> DequantizedOperands:
+        """The operands of products of this TrainableTensor, which may remember them."""
+        return _IN_GRAPHS if _is_compiling() else DequantizedOperands(weight._with())
+
     def output(
-        x: Tensor, weight: Any, bias: Tensor | None, needs: Sequence[bool]
+        self, x: Tensor, weight: Any, bias: Tensor | None, needs: Sequence[bool]
     ) -> tuple[Tensor, Kept]:
         with _PlainAttributes():
-            return F.linear(x, weight.values().to(x.dtype), bias), (x, weight.detach())
+            own: Any = self.alias
+            kept = (weight.detach(),) if own is None else own.inner_tensors().values()
+            values = (weight if own is None else own).values().to(x.dtype)
+            return unflattened(F.linear(flattened(x), values, bias), x), (x, *kept)
 
-    @staticmethod
     def gradients(
-        grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
+        self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        x, weight = kept
+        x, weight = kept[0], kept[1] if self.alias is None else self.alias
         with _PlainAttributes():
-            of_x = grad @ weight.values_again(grad.dtype) if needs[0] else None
+            rows = flattened(grad)
+            of_x = None
+            if needs[0]:
+                of_x = unflattened(rows @ weight.values_again(grad.dtype), grad)
             if not needs[1]:
                 return of_x, None
             check_first_derivative(weight)  # the weight's term would be missing
-            return of_x, (grad.t() @ x).to(weight.dtype)
+            return of_x, (rows.t() @ flattened(x)).to(weight.dtype)
+
+
+_IN_GRAPHS = DequantizedOperands(None)
 
 
 def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) -> Tensor:
@@ -52,13 +74,17 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
     `why`: the reason for high precision, for a trace.
     """
     with _PlainAttributes():
-        check_linear(x, weight)
-        x, bias = autocast_inputs(x, weight, bias)
-        n, k = weight.shape
-    m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
-    tracer.note(m, n, k, why, weight)
-    y = RoundedLinear.apply(x.reshape(m, k), weight, bias, DequantizedOperands)
-    return unflattened(y, x)
+        x, bias, arguments, how = looked_up(x, weight, bias)
+        if how is None:
+            check_linear(x, weight)
+            x, bias = autocast_inputs(x, weight, bias)
+            n, k = weight.shape
+            m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
+            tracer.note(m, n, k, why, weight)
+            how = DequantizedOperands.of(weight)
+            if arguments is not None:
+                remember(weight, x, arguments, how)
+        return rounded_product(x, weight, bias, how)
 
 
 def grouped_in_high_precision(x: Tensor, weight: Any, offs: Tensor) -> Tensor:

@@ -25,18 +25,20 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
+from lowbit.linear.dequantized import DequantizedOperands
 from lowbit.linear.frozen.checks import (
     autocast_inputs,
     check_linear,
+    flattened,
+    looked_up,
     refuse_second_derivative,
     unflattened,
 )
-from lowbit.linear.operands import Kept, Values, known, remember, rounded_product
+from lowbit.linear.operands import Kept, Values, remember, rounded_product
 from lowbit.tracing import tracer
 from lowbit.tracing.tracer import Note
 
 _is_compiling = torch.compiler.is_dynamo_compiling
-_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 Quantized = tuple[Tensor, Tensor, Tensor, Tensor]
 """Codes and scales of a matrix along its rows, and of its transpose along its columns."""
@@ -56,41 +58,38 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """
     # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
     with torch._C.DisableTorchFunctionSubclass():
-        given, how, arguments = x, None, None
-        if not _is_compiling() and tracer.active is None:
-            is_autocast = _is_any_autocast_enabled()
-            if is_autocast:
-                x, bias = autocast_inputs(x, weight, bias)
-            bias_dtype = None if bias is None else bias.dtype
-            # all that checks and the decision depend on and that can change during the life of a weight object
-            arguments = x.shape, x.dtype, x.device, weight.scheme, bias_dtype, is_autocast
-            how = known(weight, x, arguments)
+        given = x
+        x, bias, arguments, how = looked_up(x, weight, bias)
         if how is None:
             x, bias, how = _decide(x, weight, bias)
             if how is None:
                 return F.linear(x, Values.apply(weight).to(x.dtype), bias)
             if arguments is not None:
                 remember(weight, x, arguments, how)
+        if type(how) is DequantizedOperands:
+            return rounded_product(x, weight, bias, how)
         scheme = how.scheme
         columns = scheme.grad_weight and weight.requires_grad and torch.is_grad_enabled()
         quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, given=given)
-        flat = x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), how.k)
-        return unflattened(rounded_product(flat, weight, bias, how, *quantized), x)
+        return rounded_product(x, weight, bias, how, *quantized)
 
 
 def _decide(
     x: Tensor, weight: Any, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, LowBitOperands | None]:
-    """Check the operands, cast them as autocast does, and choose: None for a product in high precision."""
+) -> tuple[Tensor, Tensor | None, LowBitOperands | DequantizedOperands | None]:
+    """Check the operands, cast them as autocast does, and choose: None for a product in high precision that torch
+    differentiates."""
     check_linear(x, weight)
     x, bias = autocast_inputs(x, weight, bias)
-    scheme = weight.scheme
+    scheme, bits = weight.scheme, getattr(weight, "code_bits", None)
     n, k = weight.shape
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
     why = scheme.plain_because(x.device, m, n, k)
+    if bits is not None and (why is not None or weight.transposed):
+        why = f"int{bits} weight, dequantized: {why or 'its scales belong to columns'}"
     note = tracer.note(m, n, k, why, weight)
     if why is not None:
-        return x, bias, None
+        return x, bias, None if bits is None else DequantizedOperands.of(weight)
     scheme.check_dtype(x.dtype)
     choices = Choices(*(getattr(scheme, name) for name in Choices._fields))
     return x, bias, LowBitOperands(choices, note, type(weight).__name__, weight.dtype, k)
@@ -153,7 +152,7 @@ class LowBitOperands(NamedTuple):
         if self.note is not None:
             tracer.record(self.note, "output", scheme.forward_format if scheme.output else x.dtype)
         if not scheme.output:
-            y = F.linear(x, weight.values().to(x.dtype), bias)
+            y = F.linear(flattened(x), weight.values().to(x.dtype), bias)
         elif operand is None:
             y = _product((codes, scale), weight.row_codes(), x.dtype, bias)
         elif operand[1] is None:
@@ -170,13 +169,13 @@ class LowBitOperands(NamedTuple):
             stored, w_scale = operand
             stored = F.pad(stored, (0, extra)) if (extra := -stored.shape[1] % 16) else stored
             y = _product((codes, scale), (stored, w_scale), x.dtype, bias)
-        return y, (*own, *kept)
+        return unflattened(y, x), (*own, *kept)
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[Tensor | None, Tensor | None]:
-        refuse_second_derivative(f"a linear of {self.kind}")
-        scheme, note = self.scheme, self.note
+        refuse_second_derivative("a linear of {}", self.kind)
+        scheme, note, given, grad = self.scheme, self.note, grad, flattened(grad)
         stored, w_scale, _, *of_x = kept
         for_x, for_weight = needs[:2]
         low = scheme.grad_input and for_x, scheme.grad_weight and for_weight
@@ -196,8 +195,8 @@ class LowBitOperands(NamedTuple):
             grad_x = grad @ stored.values().to(grad.dtype)
         if for_weight and not low[1]:
             tracer.record(note, "grad_weight", grad.dtype)
-            grad_weight = grad.t() @ of_x[0]
-        return grad_x, grad_weight
+            grad_weight = grad.t() @ flattened(of_x[0])
+        return None if grad_x is None else unflattened(grad_x, given), grad_weight
 
 
 def low_bit_gradients(
@@ -220,33 +219,25 @@ def low_bit_gradients(
     fmt = scheme.backward_format
     if scheme.in_blocks:
         return _block_gradients(note, scheme, grad, weight, x, dtype)
+    if note is not None and weight is not None and x is not None:
+        # A trace tells the kernels of two products apart by the calls between which they run.
+        of_x, _ = low_bit_gradients(note, scheme, grad, weight, None, dtype)
+        return of_x, low_bit_gradients(note, scheme, grad, None, x, dtype)[1]
+    if note is not None:
+        tracer.record(note, "grad_input" if x is None else "grad_weight", fmt)
     several = weight is not None and weight[1] is not None and weight[1].numel() != 1
     stochastic = scheme.rounds_stochastically
-
-    def multiply(weight: Operand | None, x: Codes | None) -> tuple[Tensor | None, Tensor | None]:
-        grad_x, grad_weight = kernels.linear_gradients.linear_gradients(
-            grad,
-            fmt,
-            *(weight or (None, None)),
-            *(x or (None, None)),
-            stochastic=stochastic,
-            seed=scheme.seed if stochastic else 0,
-            tensorwise=scheme.one_scale and not several,
-            dtype=dtype,
-        )
-        return None if weight is None else grad_x, None if x is None else grad_weight
-
-    if note is None:
-        return multiply(weight, x)
-    # A trace tells the kernels of two products apart by the calls between which they run.
-    grad_x = grad_weight = None
-    if weight is not None:
-        tracer.record(note, "grad_input", fmt)
-        grad_x, _ = multiply(weight, None)
-    if x is not None:
-        tracer.record(note, "grad_weight", fmt)
-        _, grad_weight = multiply(None, x)
-    return grad_x, grad_weight
+    grad_x, grad_weight = kernels.linear_gradients.linear_gradients(
+        grad,
+        fmt,
+        *(weight or (None, None)),
+        *(x or (None, None)),
+        stochastic=stochastic,
+        seed=scheme.seed if stochastic else 0,
+        tensorwise=scheme.one_scale and not several,
+        dtype=dtype,
+    )
+    return None if weight is None else grad_x, None if x is None else grad_weight
 
 
 def _block_gradients(
@@ -359,7 +350,7 @@ def of_last_input(x: Tensor, key: tuple[Any, ...], found: Callable[[], Made]) ->
     inputs and results. Under torch.compile the compiler merges equal operations itself.
     """
     global _last
-    if torch.compiler.is_compiling() or x.grad_fn is None:
+    if _is_compiling() or x.grad_fn is None or torch.compiler.is_compiling():
         return found()
     captured = x.is_cuda and torch.cuda.is_current_stream_capturing()
     key = (x._version, captured, *key)

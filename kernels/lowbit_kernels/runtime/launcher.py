@@ -62,6 +62,7 @@ LETTERS = {
 MOST_ARGUMENTS, MOST_MAPS = 32, 4
 """The sizes of the arrays in which the function `launch` of ``launcher.cpp`` passes the arguments of a kernel."""
 
+_is_compiling = torch.compiler.is_dynamo_compiling
 _lock = threading.Lock()
 _launcher: ctypes.CDLL | None = None
 _numbers: dict[str, int | None] = {}
@@ -112,7 +113,7 @@ def called(op: Any, *arguments: Any) -> Any:
 
     A compiled graph calls the op itself. There the exception is a RuntimeError with the same message.
     """
-    if torch.compiler.is_compiling():
+    if _is_compiling():
         return op(*arguments)
     outer, _raised.wanted, _raised.error = _raised.wanted, True, None  # an op may call others
     try:

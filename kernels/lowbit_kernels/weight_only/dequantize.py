@@ -42,6 +42,7 @@ a byte moves within the wide integer, and the float that each nibble is added to
 
 @op(
     "empty(dtype, N, size)",
+    planned=True,
     codes=FORMAT_OPERANDS["codes"],
     scale=FORMAT_OPERANDS["scale"],
     zero_point=FORMAT_OPERANDS["zero_point"],
@@ -160,7 +161,7 @@ def _launch(
     if runs_on(codes.device):
         report(format)
         out = codes.new_empty((codes.shape[0], size), dtype=stored_dtype(dtype, codes.device))
-        fill(out, codes, scale, zero_point, group_size, format, global_scale)
+        fill(out, codes, scale, zero_point, group_size, format, global_scale, op="dequantize")
         return out.to(dtype)
     if not format.is_int4_or_int8:
         return None

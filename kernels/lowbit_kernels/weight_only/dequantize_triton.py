@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_kernels.runtime.triton_runtime import jit, tl
+from lowbit_kernels.runtime.triton_runtime import jit, launch, tl
 from lowbit_kernels.weight_only.codes_format import CodesFormat
 
 CYCLE = 8  # codes
@@ -208,9 +208,10 @@ def fill(
     format: CodesFormat,
     global_scale: Tensor | None = None,
     two_steps: TwoSteps | None = None,
+    op: str | None = None,
 ) -> None:
     """Write the result of ``dequantize`` into `out` [N, K], contiguous, where K is the size. The arguments have been
-    checked. With `two_steps`, `scale` is uint8 and has its values."""
+    checked. With `two_steps`, `scale` is uint8 and has its values. `op`: as of `triton_runtime.launch`."""
     if out.numel() == 0:
         return
     (rows, size), groups, bits = out.shape, scale.shape[1], format.bits
@@ -231,24 +232,32 @@ def fill(
     table = on_device(format.table, out.device) if format.table else stored
     block = min(CYCLES, 1 << (-(-size // CYCLE) - 1).bit_length())
     chunks = -(-size // (block * CYCLE))
-    with torch.cuda.device_of(out):
-        _kernel[(rows * chunks,)](
+    launch(
+        op,
+        (codes, scale, zero_point, global_scale),
+        (out,),
+        _kernel,
+        rows * chunks,
+        (
             *(words, stored, zeros, whole, values, absmax, table, out),
             *(size, chunks, width, words.stride(0)),
             *(stored.stride(0), absmax.stride(0), zeros.stride(0)),
-            KIND=kind_of(format),
-            BITS=bits,
-            WORD=word,
-            FLIP=128 if codes.dtype == torch.int8 else 0,
-            OFFSET=format.mid - format.low,
-            GROUP_SIZE=0 if groups == 1 else group_size,
-            SCALE=scales,
-            SHARING=sharing,
-            ZERO=format.zero_point,
-            BLOCK=block,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
+        ),
+        {
+            "KIND": kind_of(format),
+            "BITS": bits,
+            "WORD": word,
+            "FLIP": 128 if codes.dtype == torch.int8 else 0,
+            "OFFSET": format.mid - format.low,
+            "GROUP_SIZE": 0 if groups == 1 else group_size,
+            "SCALE": scales,
+            "SHARING": sharing,
+            "ZERO": format.zero_point,
+            "BLOCK": block,
+            "num_warps": WARPS,
+            "enable_fp_fusion": False,
+        },
+    )
 
 
 def kind_of(format: CodesFormat) -> str:

@@ -7,15 +7,18 @@ They run once for each decision that a frozen weight remembers.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit.linear.frozen.row import Weight
+from lowbit.linear.operands import known
 from lowbit.tracing import tracer
 
 _is_compiling = torch.compiler.is_dynamo_compiling
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _has_transforms = torch._C._are_functorch_transforms_active
 
 
@@ -82,10 +85,10 @@ def check_first_derivative(weight: Weight) -> None:
         raise weight._unsupported(f"second derivatives ({_FIRST_ONLY})")
 
 
-def refuse_second_derivative(what: str) -> None:
-    """`check_first_derivative` where no weight is at hand, for an error that names `what`."""
+def refuse_second_derivative(what: str, kind: str = "") -> None:
+    """`check_first_derivative` where no weight is at hand, for an error that names `what`, with `kind` in braces."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError(f"{what} does not support second derivatives ({_FIRST_ONLY})")
+        raise NotImplementedError(f"{what.format(kind)} does not support second derivatives ({_FIRST_ONLY})")
 
 
 _FIRST_ONLY = "accepted: backward() and autograd.grad without create_graph=True"
@@ -115,6 +118,29 @@ def autocast_inputs(
             "torch.autocast"
         )
     return x, bias
+
+
+def looked_up(
+    x: Tensor, weight: Any, bias: Tensor | None
+) -> tuple[Tensor, Tensor | None, tuple[Any, ...] | None, Any]:
+    """For a linear of a trained weight: x and bias as autocast casts them, all that the checks and the choice of a
+    product depend on and that can change during the life of a weight object, and what the weight remembers for it.
+
+    The last is None where nothing was found yet. The last two are None in graphs and in a trace, which notes each call.
+    """
+    if _is_compiling() or tracer.active is not None:
+        return x, bias, None, None
+    is_autocast = _is_any_autocast_enabled()
+    if is_autocast:
+        x, bias = autocast_inputs(x, weight, bias)
+    bias_dtype = None if bias is None else bias.dtype
+    arguments = x.shape, x.dtype, x.device, weight.scheme, bias_dtype, is_autocast
+    return x, bias, arguments, known(weight, x, arguments)
+
+
+def flattened(x: Tensor) -> Tensor:
+    """x [..., K] as [M, K]; -1 would not do for K = 0."""
+    return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
 def unflattened(y: Tensor, x: Tensor) -> Tensor:

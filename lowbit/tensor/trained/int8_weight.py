@@ -55,11 +55,7 @@ from lowbit.tensor.core import (
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu
 from lowbit.tensor.trained import remainder
-from lowbit.tensor.trained.trainable import (
-    TrainableTensor,
-    dequantized_linear,
-    grouped_in_high_precision,
-)
+from lowbit.tensor.trained.trainable import TrainableTensor, grouped_in_high_precision
 from lowbit.tracing import tracer
 
 NEXT = -0x61C8864680B583EB
@@ -291,16 +287,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     @classmethod
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         cls.check_operands(input, weight)
-        n, k = weight.shape[-2:]
-        m = math.prod(input.shape[:-1])
-        why = weight.scheme.plain_because(input.device, m, n, k)
-        if weight.transposed and why is None:
-            why = "its scales belong to columns"
-        if why is None:
-            return low_bit_linear(input, weight, bias)
-        return dequantized_linear(
-            input, weight, bias, f"int{cls.code_bits} weight, dequantized: {why}"
-        )
+        return low_bit_linear(input, weight, bias)
 
     @classmethod
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
