@@ -21,11 +21,13 @@ DTensors. `torch.export` sees the parameters.
 Siblings such as q, k and v whose weights lie side by side in memory have one product in a graph without gradients. The
 first of them shows the joint weight, and the others their places in it: a graph that calls the first one before them
 takes no tensor of theirs. They do not see `bias.data = …`, nor a write to a weight or bias between their calls in one
-graph. Guards compare what siblings share, so that no graph takes a module that has another's place for its sibling.
+graph. Guards compare what siblings share, so that no graph takes a module that has another's place for its sibling:
+an object in the first layers alike of a graph, and a name in the others (`lowbit.linear.frozen.in_graph.is_named`).
 """
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Self
@@ -97,7 +99,8 @@ def shown_class(module: nn.Module) -> type[nn.Module]:
 
 _PREFIX = "_lowbit_"
 """How the attributes begin that hold inner tensors."""
-_SHARED = f"{_PREFIX}shared"
+_SHARED, _NAME = f"{_PREFIX}shared", f"{_PREFIX}name"
+_NAMES = itertools.count()
 _FORWARD = nn.Linear.forward
 
 
@@ -153,10 +156,24 @@ class _Shared:
     """Sibling linears that have one product in graphs, as long as `is_whole`."""
 
     def __init__(
-        self, modules: Sequence[nn.Module], places: Sequence[str], is_whole: Callable[[], bool]
+        self,
+        modules: Sequence[nn.Module],
+        places: Sequence[str],
+        is_whole: Callable[[], bool],
+        before: _Shared | None,
     ) -> None:
         self.modules = [weakref.ref(module) for module in modules]
         self.places, self.is_whole = places, is_whole
+        same = before is not None and before.places == places and before.are(modules)
+        self.name = before.name if before is not None and same else str(next(_NAMES))
+        """No other siblings have it in this process. They keep it when they are shared again."""
+
+    def are(self, modules: Sequence[nn.Module]) -> bool:
+        """True if these modules share a product now, in this order."""
+        return len(modules) == len(self.modules) and all(
+            ref() is module and module.__dict__.get(_SHARED) is self
+            for ref, module in zip(self.modules, modules, strict=True)
+        )
 
     def place_of(self, module: nn.Module) -> str:
         return next(
@@ -193,10 +210,10 @@ def share_product(
         return
     sizes = ",".join(str(module.weight.shape[0]) for module in modules)
     places = [f"{index} {sizes} {path}" for index in range(len(modules))]
-    shared = _Shared(modules, places, is_whole)
+    shared = _Shared(modules, places, is_whole, modules[0].__dict__.get(_SHARED))
     modules[0].__dict__.update(_shown("joint", joint, bias))
     for module in modules:
-        module.__dict__[_SHARED] = shared
+        module.__dict__.update({_SHARED: shared, _NAME: shared.name})
         _show(module, "weight")
 
 
@@ -209,7 +226,8 @@ def _check_shared(module: nn.Module, is_shown: bool = True) -> None:
     parted = [one for one in found if one.__dict__.get(_SHARED) is shared]
     for one in parted:
         _hide(one, "joint")
-        one.__dict__.pop(_SHARED, None)
+        for key in (_SHARED, _NAME):
+            one.__dict__.pop(key, None)
     for one in parted:
         _show(one, "weight")
 
@@ -226,6 +244,19 @@ class Frozen(StandIn):
             return own | {"forward": _embedding}
         forward = routed_forward(plain, names, _has_expert_kernel)
         return own if forward is None else own | {"forward": forward}
+
+    def _lowbit_is_named(self, index: int) -> bool:
+        """`lowbit.linear.frozen.in_graph.is_named` for the siblings of this module, a constant that nothing guards."""
+        from lowbit.linear.frozen.in_graph import is_named
+
+        return is_named(self.__dict__[_SHARED], index)
+
+    def _lowbit_number(self, index: int, name: str) -> int:
+        """`_Shared.number`, where guards see the `name` of the siblings."""
+        return self.__dict__[_SHARED].number(index)  # type: ignore[no-any-return]
+
+    _lowbit_is_named._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    _lowbit_number._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
@@ -322,7 +353,11 @@ def _linear_in_graph(self: Any, input: Tensor) -> Tensor:
     place = about.split("\n")[2]
     number = -1
     if place and not torch.is_grad_enabled():
-        number = self._lowbit_shared.number(int(place.split(" ")[0]))
+        index = int(place.split(" ")[0])
+        if self._lowbit_is_named(index):
+            number = self._lowbit_number(index, self._lowbit_name)
+        else:
+            number = self._lowbit_shared.number(index)
     if number < 0:
         weight, bias = _operands(self, about, self._lowbit_parts_weight)
         return F.linear(input, weight, bias)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 import lowbit as lb
 from lowbit.convert import side_by_side
 from lowbit.convert.side_by_side import joint_of
+from lowbit.linear.frozen.in_graph import MOST_ALIKE
 from lowbit_kernels.runtime import launches
 from tests.garbage import only_new
 from tests.schemes import relative_error
@@ -337,6 +338,40 @@ def test_a_sibling_that_is_another_module(monkeypatch: pytest.MonkeyPatch) -> No
     assert is_close(run(model[1], x), model[1](x)), "another block, in the graph of the first one"
     model[0].k_proj = model[2].k_proj
     assert is_close(run(model[0], x), model[0](x)), "the same block"
+
+
+@torch.no_grad()
+def test_guards_of_many_layers_know_siblings_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To compare objects takes torch 2.11 longer at each call than all other guards of a model."""
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list
+
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    torch.manual_seed(0)
+    model = nn.ModuleList(Attention() for _ in range(MOST_ALIKE + 3)).requires_grad_(False)
+    lb.quantize_(model, lb.Int4WeightOnly(32))
+
+    def forward(model: nn.ModuleList, x: torch.Tensor) -> torch.Tensor:
+        for block in model:
+            x = x + block(x)
+        return x
+
+    def is_right() -> bool:
+        return relative_error(run(model, x), forward(model, x)) < 1e-5
+
+    x = torch.randn(3, 64)
+    run, products = compiled(forward)
+    assert is_right()
+    (entry,) = _debug_get_cache_entry_list(forward.__code__)
+    guards = str(entry.guard_manager).splitlines()
+    at = {i for i in range(len(model)) for g in guards if f"['{i}']" in g and "_lowbit_shared" in g}
+    assert at == set(range(MOST_ALIKE))
+    lb.inference.freeze_(model)
+    assert is_right() and len(products.counts) == 1, "the same siblings"
+    model[-1].v_proj = model[-2].v_proj
+    assert is_right(), "a sibling of another layer"
+    model[0].k_proj = model[-1].k_proj
+    assert is_right(), "a sibling of a layer with a name"
+    assert len(products.counts) == 3
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -56,6 +56,28 @@ _GROUPS: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any, int]]] = weakref.We
 that of a checkpoint, that has the call, and the index of the one that comes next."""
 
 
+MOST_ALIKE = 4
+"""Siblings alike in one graph that guards compare as objects (`is_named`)."""
+
+
+def is_named(siblings: Any, index: int) -> bool:
+    """True if guards of the graph that torch.compile traces see the name of these siblings: those of the fifth layer
+    alike, and of all after it.
+
+    Guards have to see that siblings belong together. To compare their objects takes torch as long as the guards of ten
+    modules. A name is as good, and torch 2.11 skips its guard while a module does not change, but a graph with a name
+    serves no other layer. A graph of many layers has no others to serve.
+    """
+    from torch._dynamo.symbolic_convert import InstructionTranslator
+
+    output = InstructionTranslator.current_tx().output
+    groups = _GROUPS.get(output.root_tracer, [])
+    alike = [other for _, other, _ in groups if other.places == siblings.places]
+    if index == 0:
+        return len(alike) >= MOST_ALIKE
+    return any(other is siblings for other in alike[MOST_ALIKE:])
+
+
 def number_of(siblings: Any, index: int) -> int:
     """The number of these siblings in the graph that torch.compile traces, in the order of their first calls.
 
