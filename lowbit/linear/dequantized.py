@@ -18,7 +18,7 @@ from lowbit.linear.frozen.checks import (
     looked_up,
     unflattened,
 )
-from lowbit.linear.operands import Kept, Values, remember, rounded_product
+from lowbit.linear.operands import Kept, Uncopied, Values, remember, rounded_product
 from lowbit.tracing import tracer
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -38,8 +38,15 @@ class DequantizedOperands:
 
     @staticmethod
     def of(weight: Any) -> DequantizedOperands:
-        """The operands of products of this TrainableTensor, which may remember them."""
-        return _IN_GRAPHS if _is_compiling() else DequantizedOperands(weight._with())
+        """The operands of a product of this TrainableTensor, which holds its alias."""
+        if _is_compiling():
+            return _IN_GRAPHS
+        held = weight.__dict__.get("_alias")
+        own = None if held is None else held.tensor
+        if own is None or any(getattr(own, n) is not getattr(weight, n) for n in own.tensor_attrs):
+            own = weight._with()
+            weight._alias = Uncopied(own)
+        return DequantizedOperands(own)
 
     def output(
         self, x: Tensor, weight: Any, bias: Tensor | None, needs: Sequence[bool]
@@ -79,12 +86,13 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
             check_linear(x, weight)
             x, bias = autocast_inputs(x, weight, bias)
             n, k = weight.shape
-            m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number
+            m = math.prod(
+                x.shape[:-1]
+            )  # Size.numel() would make a symbol of torch.compile a number
             tracer.note(m, n, k, why, weight)
-            how = DequantizedOperands.of(weight)
             if arguments is not None:
-                remember(weight, x, arguments, how)
-        return rounded_product(x, weight, bias, how)
+                remember(weight, x, arguments, DequantizedOperands)
+        return rounded_product(x, weight, bias, DequantizedOperands.of(weight))
 
 
 def grouped_in_high_precision(x: Tensor, weight: Any, offs: Tensor) -> Tensor:

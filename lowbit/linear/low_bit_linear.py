@@ -66,8 +66,8 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
                 return F.linear(x, Values.apply(weight).to(x.dtype), bias)
             if arguments is not None:
                 remember(weight, x, arguments, how)
-        if type(how) is DequantizedOperands:
-            return rounded_product(x, weight, bias, how)
+        if how is DequantizedOperands:
+            return rounded_product(x, weight, bias, DequantizedOperands.of(weight))
         scheme = how.scheme
         columns = scheme.grad_weight and weight.requires_grad and torch.is_grad_enabled()
         quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, given=given)
@@ -76,9 +76,9 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
 
 def _decide(
     x: Tensor, weight: Any, bias: Tensor | None
-) -> tuple[Tensor, Tensor | None, LowBitOperands | DequantizedOperands | None]:
-    """Check the operands, cast them as autocast does, and choose: None for a product in high precision that torch
-    differentiates."""
+) -> tuple[Tensor, Tensor | None, LowBitOperands | type[DequantizedOperands] | None]:
+    """Check the operands, cast them as autocast does, and choose the operands of the product: `DequantizedOperands`
+    itself, which are made for each, or None for a product in high precision that torch differentiates."""
     check_linear(x, weight)
     x, bias = autocast_inputs(x, weight, bias)
     scheme, bits = weight.scheme, getattr(weight, "code_bits", None)
@@ -89,7 +89,7 @@ def _decide(
         why = f"int{bits} weight, dequantized: {why or 'its scales belong to columns'}"
     note = tracer.note(m, n, k, why, weight)
     if why is not None:
-        return x, bias, None if bits is None else DequantizedOperands.of(weight)
+        return x, bias, None if bits is None else DequantizedOperands
     scheme.check_dtype(x.dtype)
     choices = Choices(*(getattr(scheme, name) for name in Choices._fields))
     return x, bias, LowBitOperands(choices, note, type(weight).__name__, weight.dtype, k)

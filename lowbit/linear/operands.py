@@ -127,6 +127,16 @@ def remember(weight: Any, x: Tensor, arguments: tuple[Any, ...], found: Any) -> 
         weight._known_products = (_Known(arguments, found), *latest)
 
 
+class Uncopied:
+    """Holds a tensor as an attribute of a weight, and is empty in a copy of the weight, which has other tensors."""
+
+    def __init__(self, tensor: Any = None) -> None:
+        self.tensor = tensor
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Uncopied, ()
+
+
 class Values(torch.autograd.Function):
     """`weight.values()` of a TrainableTensor, a plain tensor, whose gradient is the weight's."""
 

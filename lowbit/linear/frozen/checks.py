@@ -88,7 +88,9 @@ def check_first_derivative(weight: Weight) -> None:
 def refuse_second_derivative(what: str, kind: str = "") -> None:
     """`check_first_derivative` where no weight is at hand, for an error that names `what`, with `kind` in braces."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise NotImplementedError(f"{what.format(kind)} does not support second derivatives ({_FIRST_ONLY})")
+        raise NotImplementedError(
+            f"{what.format(kind)} does not support second derivatives ({_FIRST_ONLY})"
+        )
 
 
 _FIRST_ONLY = "accepted: backward() and autograd.grad without create_graph=True"

@@ -56,17 +56,17 @@ _GROUPS: weakref.WeakKeyDictionary[Any, list[tuple[Any, Any, int]]] = weakref.We
 that of a checkpoint, that has the call, and the index of the one that comes next."""
 
 
-MOST_ALIKE = 4
+MOST_ALIKE = 3
 """Siblings alike in one graph that guards compare as objects (`is_named`)."""
 
 
 def is_named(siblings: Any, index: int) -> bool:
-    """True if guards of the graph that torch.compile traces see the name of these siblings: those of the fifth layer
+    """True if guards of the graph that torch.compile traces see the name of these siblings: those of the fourth layer
     alike, and of all after it.
 
-    Guards have to see that siblings belong together. To compare their objects takes torch as long as the guards of ten
-    modules. A name is as good, and torch 2.11 skips its guard while a module does not change, but a graph with a name
-    serves no other layer. A graph of many layers has no others to serve.
+    Guards have to see that siblings belong together. torch 2.11 compares objects in Python, at each call. It skips the
+    guard of a name while a module does not change. But a graph with a name serves no other layer, so it has to be one
+    of many layers, which leaves few others to serve.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 

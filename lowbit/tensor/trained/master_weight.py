@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from lowbit.linear.frozen.checks import TRANSFORMS
-from lowbit.linear.operands import Values
+from lowbit.linear.operands import Uncopied, Values
 from lowbit.tensor.core import (
     Gather,
     InnerShapes,
@@ -28,16 +28,6 @@ from lowbit.tensor.core import (
 from lowbit.tensor.trained.gathered import Codec, gathered_form
 from lowbit.tensor.trained.trainable import INITIALISE, READ, UPDATE, TrainableTensor
 from lowbit.tracing.report import dtype_name
-
-
-class _RowCounter:
-    """Holds `MasterWeightTensor.row_counter`, and is empty in a copy, which has a version of its own."""
-
-    def __init__(self, tensor: Tensor | None = None) -> None:
-        self.tensor = tensor
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _RowCounter, ()
 
 
 class MasterWeightTensor(TrainableTensor):
@@ -133,15 +123,16 @@ class MasterWeightTensor(TrainableTensor):
         versions."""
         if torch.compiler.is_compiling() or self.is_inference() or not self.shape[0]:
             return None
-        held: _RowCounter | None = self.__dict__.get("_row_counter")
+        held: Uncopied | None = self.__dict__.get("_row_counter")
         if held is None or held.tensor is None:
             with torch.no_grad():
                 row = self.select(
                     0, 0
                 ).detach()  # without `detach`, a view, which would keep this tensor
                 row.data = row.new_empty(0)  # the version stays, the memory of the weight does not
-            held = self._row_counter = _RowCounter(row)
-        return held.tensor
+            held = self._row_counter = Uncopied(row)
+        found: Tensor = held.tensor
+        return found
 
     def read(self) -> Tensor:
         """What an operation of a model computes with: the values of its products, plain, with the gradient of this

@@ -44,7 +44,7 @@ class TrainableTensor(LowbitTensor):
     """The base of weights that train. `cls(weight, scheme)` makes one from a plain weight [..., N, K]."""
 
     meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
-    caches = (*LowbitTensor.caches, "_known_products")
+    caches = (*LowbitTensor.caches, "_known_products", "_alias")
     _known_products: tuple[Any, ...] = ()
     way_out = KEEP_OUT
     schemes: ClassVar[tuple[type[Any], ...]] = ()
