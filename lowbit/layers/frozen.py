@@ -165,7 +165,7 @@ class _Shared:
         self.modules = [weakref.ref(module) for module in modules]
         self.places, self.is_whole = places, is_whole
         same = before is not None and before.places == places and before.are(modules)
-        self.name = before.name if before is not None and same else str(next(_NAMES))
+        self.name: str = before.name if before is not None and same else str(next(_NAMES))
         """No other siblings have it in this process. They keep it when they are shared again."""
 
     def are(self, modules: Sequence[nn.Module]) -> bool:
@@ -253,7 +253,8 @@ class Frozen(StandIn):
 
     def _lowbit_number(self, index: int, name: str) -> int:
         """`_Shared.number`, where guards see the `name` of the siblings."""
-        return self.__dict__[_SHARED].number(index)  # type: ignore[no-any-return]
+        found: int = self.__dict__[_SHARED].number(index)
+        return found
 
     _lowbit_is_named._dynamo_marked_constant = True  # type: ignore[attr-defined]
     _lowbit_number._dynamo_marked_constant = True  # type: ignore[attr-defined]

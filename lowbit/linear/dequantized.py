@@ -43,9 +43,11 @@ class DequantizedOperands:
             return _IN_GRAPHS
         held = weight.__dict__.get("_alias")
         own = None if held is None else held.tensor
-        if own is None or any(getattr(own, n) is not getattr(weight, n) for n in own.tensor_attrs):
-            own = weight._with()
-            weight._alias = Uncopied(own)
+        for name in weight.tensor_attrs:
+            if own is None or getattr(own, name) is not getattr(weight, name):
+                own = weight._with()
+                weight._alias = Uncopied(own)
+                break
         return DequantizedOperands(own)
 
     def output(

@@ -96,7 +96,7 @@ def _decide(
 
 
 class Choices(NamedTuple):
-    """The attributes of `LowbitProducts` that a product reads. There most are properties, which take the host longer."""
+    """What a product reads of `LowbitProducts`, where most are properties, which take the host longer."""
 
     output: bool
     grad_input: bool

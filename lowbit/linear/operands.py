@@ -22,7 +22,7 @@ from torch import Tensor
 
 _is_compiling = torch.compiler.is_dynamo_compiling
 _has_transforms = torch._C._are_functorch_transforms_active
-_unwrapped: Any = torch._C._functorch.unwrap_if_dead  # type: ignore[attr-defined]
+_unwrapped: Any = torch._C._functorch.unwrap_if_dead
 
 Kept = tuple[Tensor | None, ...]
 """The tensors that a forward pass keeps for the backward. It keeps a low-bit weight as an alias, `weight.detach()`:
@@ -74,7 +74,7 @@ class RoundedLinear(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, *more, *[None] * (len(needs) - 4 - len(more))
 
 
-_apply: Any = super(torch.autograd.Function, RoundedLinear).apply  # type: ignore[misc]
+_apply: Any = super(torch.autograd.Function, RoundedLinear).apply
 
 
 def rounded_product(
