@@ -1,9 +1,9 @@
 """The compiled step of weights that are codes, on a GPU: one launch reads codes, updates the values and rounds them.
 
-A block of threads keeps the new values of a row in shared memory until the row's scales are known; where rounding errors
-go into the momentum, it computes them twice. So the device moves the codes, states and gradients alone, and there is no
-buffer of float32 values as in `lowbit.optim.step.rounded`, whose bits this step gives. It takes the weights for which
-`bits_for` is not 0; all others take the step with the buffer.
+A block of threads keeps the new values of a row in shared memory until the row's scales are known. Where rounding
+errors go into the momentum, it computes the values twice. So the device moves the codes, states and gradients alone,
+and there is no buffer of float32 values as in `lowbit.optim.step.rounded`, whose bits this step gives. It takes the
+weights for which `bits_for` is not 0; all others take the step with the buffer.
 """
 
 from __future__ import annotations
