@@ -24,6 +24,7 @@ from lowbit.tensor.core.contracted import GROUPED as GROUPED
 from lowbit.tensor.core.contracted import MATMULS as MATMULS
 from lowbit.tensor.core.contracted import of_stack as of_stack
 from lowbit.tensor.core.contracted import of_swapped as of_swapped
+from lowbit.tensor.core.dtensor import largest_over_ranks as largest_over_ranks
 from lowbit.tensor.core.dtensor import local as local
 from lowbit.tensor.core.dtensor import own_region as own_region
 from lowbit.tensor.core.dtensor import replicated as replicated
@@ -33,6 +34,8 @@ from lowbit.tensor.core.fsdp import Wire as Wire
 from lowbit.tensor.core.reading import ROUNDING_INPUTS as ROUNDING_INPUTS
 from lowbit.tensor.core.reading import below_transform as below_transform
 from lowbit.tensor.core.reading import in_forward as in_forward
+from lowbit.tensor.core.reading import read as read
+from lowbit.tensor.core.reading import reads as reads
 from lowbit.tensor.core.reading import rounding_inputs as rounding_inputs
 from lowbit.tensor.core.torchscript import is_traced as is_traced
 from lowbit.tensor.core.torchscript import refuse_trace as refuse_trace

@@ -205,7 +205,15 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     # ---- methods that representations override --------------------------------------------------------------------
 
     def dequantize(self) -> Tensor:
-        """The values, as a plain tensor of this tensor's shape and dtype."""
+        """The values, as a plain tensor of this tensor's shape and dtype, without gradient."""
+        if self.flat_from is not None:
+            return self._with(shape=self.flat_from).dequantize().reshape(-1)
+        if self.transposed:
+            return self._transposed().dequantize().transpose(-2, -1)
+        return self._stored_values()
+
+    def _stored_values(self) -> Tensor:
+        """`dequantize` of a tensor that is neither flat nor transposed."""
         raise NotImplementedError(f"{type(self).__name__} defines no dequantize()")
 
     def master(self) -> Tensor:

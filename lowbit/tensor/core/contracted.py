@@ -99,27 +99,12 @@ def _tensordot(low: type, a: Any, b: Any, dims: Any = 2, out: Any = None) -> Ten
     return _einsum(low, f"{''.join(first)},{''.join(second)}->{kept}", a, b)
 
 
-def _mv(low: type, input: Any, vec: Any) -> Tensor:
-    """torch.mv."""
-    return _einsum(low, "nk,k->n", input, vec)
-
-
-def _linalg_matmul(low: type, input: Any, other: Any, *, out: Any = None) -> Tensor:
-    """torch.linalg.matmul."""
-    return _multi_dot(low, (input, other), out=out)
-
-
 def _multi_dot(low: type, tensors: Sequence[Any], *, out: Any = None) -> Tensor:
     """torch.linalg.multi_dot, from the left, so that each weight multiplies the product of those before it."""
     if out is not None:
         held: Any = next(t for t in tensors if isinstance(t, low))
         raise held._unsupported("a product of matrices with out=")
     return reduce(torch.matmul, tensors)
-
-
-def _chain_matmul(low: type, *matrices: Any, out: Any = None) -> Tensor:
-    """torch.chain_matmul."""
-    return _multi_dot(low, matrices, out=out)
 
 
 def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
@@ -228,11 +213,13 @@ def _product(x: Any, inputs: str, weight: Any, own: str, output: str) -> Tensor 
 CONTRACTIONS: dict[Any, Callable[..., Tensor]] = {
     torch.einsum: _einsum,
     torch.tensordot: _tensordot,
-    torch.linalg.matmul: _linalg_matmul,
+    torch.linalg.matmul: lambda low, input, other, **out: _multi_dot(low, (input, other), **out),
     torch.linalg.multi_dot: _multi_dot,
-    torch.chain_matmul: _chain_matmul,
+    torch.chain_matmul: lambda low, *matrices, **out: _multi_dot(low, matrices, **out),
     **dict.fromkeys((torch.inner, Tensor.inner), _inner),
-    **dict.fromkeys((torch.mv, Tensor.mv), _mv),
+    **dict.fromkeys(
+        (torch.mv, Tensor.mv), lambda low, input, vec: _einsum(low, "nk,k->n", input, vec)
+    ),
     **dict.fromkeys((torch.addmv, Tensor.addmv), _added(torch.mv)),
     **dict.fromkeys((torch.baddbmm, Tensor.baddbmm), _added(torch.bmm)),
     **dict.fromkeys((torch.addbmm, Tensor.addbmm), _added(lambda a, b: torch.bmm(a, b).sum(0))),

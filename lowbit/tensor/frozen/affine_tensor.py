@@ -320,12 +320,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
     # ---- LowbitTensor's methods ------------------------------------------------------------------------------
 
-    def dequantize(self) -> Tensor:
+    def _stored_values(self) -> Tensor:
         """Values [..., N, K] in this tensor's dtype: (code − zero_point) · scale in float32, rounded once."""
-        if self.flat_from is not None:
-            return self._with(shape=self.flat_from).dequantize().reshape(-1)
-        if self.transposed:
-            return self._transposed().dequantize().transpose(-2, -1)
         if 0 in self.shape:  # an empty slice keeps the scales of the original
             return self.scale.new_empty(tuple(self.shape), dtype=self.dtype)
         shape = self.shape_of_codes(self.shape)

@@ -87,8 +87,8 @@ class ConvTensor(AffineTensor):
     def shape_of_codes(self, shape: Sequence[int]) -> tuple[int, ...]:
         return matrix_shape(shape)
 
-    def dequantize(self) -> Tensor:
-        return super().dequantize().view(self.shape)
+    def _stored_values(self) -> Tensor:
+        return super()._stored_values().view(self.shape)
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         return self.matrix._encode(values.flatten(1))

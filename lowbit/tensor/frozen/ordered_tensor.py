@@ -64,9 +64,9 @@ class OrderedTensor(AffineTensor):
 
     # ---- AffineTensor's methods ------------------------------------------------------------------------------
 
-    def dequantize(self) -> Tensor:
-        if self.flat_from is not None or self.transposed or 0 in self.shape:
-            return super().dequantize()
+    def _stored_values(self) -> Tensor:
+        if 0 in self.shape:
+            return super()._stored_values()
         values = self.sorted_matrix.dequantize()
         return torch.empty_like(values).scatter_(-1, self._order_of(values), values)
 

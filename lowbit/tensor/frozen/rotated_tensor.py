@@ -79,9 +79,9 @@ class RotatedTensor(AffineTensor):
 
     # ---- AffineTensor's methods ------------------------------------------------------------------------------
 
-    def dequantize(self) -> Tensor:
-        if self.flat_from is not None or self.transposed or 0 in self.shape:
-            return super().dequantize()
+    def _stored_values(self) -> Tensor:
+        if 0 in self.shape:
+            return super()._stored_values()
         wide = torch.promote_types(self.dtype, torch.float32)
         return self.rotated(self.rotated_matrix._with(dtype=wide).dequantize()).to(self.dtype)
 

@@ -104,9 +104,9 @@ class Sparse24Tensor(AffineTensor):
 
     # ---- AffineTensor's methods ------------------------------------------------------------------------------
 
-    def dequantize(self) -> Tensor:
-        if self.flat_from is not None or self.transposed or 0 in self.shape:
-            return super().dequantize()
+    def _stored_values(self) -> Tensor:
+        if 0 in self.shape:
+            return super()._stored_values()
         return self.dense.dequantize()
 
     def _slice(self, dim: int, start: int, end: int) -> Self:

@@ -62,10 +62,7 @@ class TableTensor(AffineTensor):
 
         Raises ValueError for a misfit, as `check_parts`.
         """
-        meta = {"spec": spec, "activation": activation, "transposed": False}
-        self = cls.from_inner({"codes": codes, **scales}, meta, shape, dtype)
-        self.check_parts()
-        return self
+        return cls.of_parts({"codes": codes, **scales}, spec, shape, dtype, activation)
 
     # ---- storage ---------------------------------------------------------------------------------------------
 

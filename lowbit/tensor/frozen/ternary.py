@@ -76,13 +76,9 @@ class TernaryTensor(AffineTensor):
         tensors = _encoded(weight.detach())
         return cls.from_inner(tensors, {"transposed": False}, weight.shape, weight.dtype)
 
-    def dequantize(self) -> Tensor:
+    def _stored_values(self) -> Tensor:
         """Values [..., N, K] in this tensor's dtype: code · scale."""
-        if self.flat_from is not None:
-            return self._with(shape=self.flat_from).dequantize().reshape(-1)
-        codes = self._load(self.shape[-2 if self.transposed else -1])
-        values = (codes * self.scale).to(self.dtype)
-        return values.transpose(-2, -1) if self.transposed else values
+        return (self._load(self.shape[-1]) * self.scale).to(self.dtype)
 
     def rounded_input(self, x: Tensor) -> Tensor:
         """In int8, a scale a token, as in training."""

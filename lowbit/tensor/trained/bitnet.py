@@ -173,10 +173,8 @@ class BitNetTensor(MasterWeightTensor, codec=PackedTernary):
             )
         return scale_of(magnitude(self.weight.detach()), self.weight.shape[-2:].numel())
 
-    def dequantize(self) -> Tensor:
-        """The ternary values that products see, in this tensor's dtype, without gradient."""
-        if self.flat_from is not None:
-            return self._with(shape=self.flat_from).dequantize().reshape(-1)
+    def _stored_values(self) -> Tensor:
+        """The ternary values that products see."""
         codes, scale = self.ternary()
         return (codes * scale).to(self.dtype)
 

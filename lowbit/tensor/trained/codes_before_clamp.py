@@ -25,7 +25,7 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import crop
 from lowbit.tensor.core import Gather, InnerShapes, Wire, stored_shape
-from lowbit.tensor.trained.lookup import is_sparse
+from lowbit.tensor.trained.other_products import is_sparse
 from lowbit.tensor.trained.packed_codes import unpacked, words_in
 
 

@@ -28,17 +28,18 @@ from lowbit.numerics.spec import Spec
 from lowbit.schemes.mixed_precision import MixedPrecision
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
+    ROUNDING_INPUTS,
     InnerShapes,
     LowbitTensor,
     is_traced,
+    read,
+    reads,
     refuse_trace,
     stored_shape,
 )
-from lowbit.tensor.core.reading import ROUNDING_INPUTS, read, reads
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor, matrix_shape
 from lowbit.tensor.trained.codes_before_clamp import CodesBeforeClamp
-from lowbit.tensor.trained.lookup import rows_of
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.other_products import OtherProducts
 from lowbit.tensor.trained.quantizers import NO_SCALES, PRESENT, Quantizer, Scales
@@ -312,12 +313,8 @@ class FakeQuantizedTensor(OtherProducts, MasterWeightTensor, codec=CodesBeforeCl
             formula and not self.transposed and self.ndim == 2 and self.off in (None, "activations")
         )
 
-    def dequantize(self) -> Tensor:
-        """The values that the converted weight will have, in this tensor's dtype, without gradient."""
-        if self.flat_from is not None:
-            return self._with(shape=self.flat_from).dequantize().reshape(-1)
-        if self.transposed:
-            return self._transposed().dequantize().transpose(-2, -1)
+    def _stored_values(self) -> Tensor:
+        """The values that the converted weight will have."""
         scales = self.quantizer.scales_alone(self, "dequantization")
         with torch.no_grad():
             return self.rounded(self.weight.detach(), *scales).to(self.dtype)
@@ -472,12 +469,6 @@ class FakeQuantizedTensor(OtherProducts, MasterWeightTensor, codec=CodesBeforeCl
         if self.transposed:
             raise self._unsupported("cat of transposed tensors")
         return super()._cat(tensors, dim)
-
-    def rows_of(
-        self, values: Tensor, indices: Tensor, scales: Scales, *args: Any, **kwargs: Any
-    ) -> Tensor:
-        """`lowbit.tensor.trained.lookup.rows_of` this weight."""
-        return rows_of(self, values, indices, scales, *args, **kwargs)
 
     def in_attention(self, rows: int) -> Tensor:
         if self.input_spec is not None:

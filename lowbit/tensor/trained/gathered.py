@@ -62,12 +62,10 @@ class GatheredTensor:
     is_described = False
     is_gathered: ClassVar[bool] = True
 
-    def dequantize(self: Any) -> Tensor:
-        """The values that products see, in this tensor's dtype, without gradient."""
-        if self.flat_from is not None:
-            return self._with(shape=self.flat_from).dequantize().reshape(-1)
-        if self.transposed:
-            return self._transposed().dequantize().transpose(-2, -1)
+    dequantize = LowbitTensor.dequantize
+
+    def _stored_values(self: Any) -> Tensor:
+        """The values that products see."""
         with torch.no_grad():
             return self.decoded_values().to(self.dtype)
 

@@ -149,12 +149,8 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
 
     # ---- values ----------------------------------------------------------------------------------------------
 
-    def dequantize(self) -> Tensor:
+    def _stored_values(self) -> Tensor:
         """Values [..., N, K] in this tensor's dtype: code · scale in float32, rounded once."""
-        if self.flat_from is not None:
-            return self._with(shape=self.flat_from).dequantize().reshape(-1)
-        if self.transposed:
-            return self._transposed().dequantize().transpose(-2, -1)
         # torch.compile fuses operations. While it traces, a backward pass shows it by the class of its tensors alone.
         is_eager = type(self.codes) is Tensor and not torch.compiler.is_compiling()
         if is_eager and self.codes.is_cuda and self._fits_the_op():

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import largest_over_ranks
+from lowbit.tensor.core import LowbitTensor, largest_over_ranks
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import PresentScales, Scales
 from lowbit.tensor.trained.trainable import TrainableTensor

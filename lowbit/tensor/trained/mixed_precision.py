@@ -105,9 +105,9 @@ class MixedPrecisionTensor(MasterWeightTensor, codec=RowCodes):
     def product_of_experts(cls, x: Tensor, weight: Any, offs: Tensor) -> Tensor:
         return low_bit_grouped_mm(x, weight, offs)
 
-    def dequantize(self) -> Tensor:
-        """The high-precision weight, in this tensor's dtype, without gradient."""
-        return self.weight.detach().to(self.dtype).reshape(self.shape)
+    def _stored_values(self) -> Tensor:
+        """The high-precision weight."""
+        return self.weight.detach().to(self.dtype)
 
     def product_operand(self) -> Operand:
         """The weight [N, K] as products read it: here in high precision, for them to round. They do so in each

@@ -281,13 +281,11 @@ class TrainableTensor(LowbitTensor):
 
     @classmethod
     def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if in_transform():
-            operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
-            raise next(operands)._unsupported(TRANSFORMS)
         # `out` serves functions with a backward of their own, which would round gradients as inputs are rounded.
-        if kwargs and kwargs.get("out") is not None:
+        if in_transform() or (kwargs and kwargs.get("out") is not None):
             operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
-            raise next(operands)._unsupported(f"{func.__name__} with out=")
+            refused = TRANSFORMS if in_transform() else f"{func.__name__} with out="
+            raise next(operands)._unsupported(refused)
         return getattr(cls, cls.products[func])(*args, **kwargs)
 
     @classmethod
