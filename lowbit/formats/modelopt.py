@@ -42,7 +42,7 @@ from lowbit.formats.base import Format, FormatError, Parts, check_matrix
 from lowbit.formats.compressed_tensors_fp4 import NVFP4, warn_of_fp4_inputs
 from lowbit.formats.fp8 import whole_parts, whole_weight
 from lowbit.formats.layer_names import is_listed
-from lowbit.numerics.affine import divide
+from lowbit.numerics.float32 import divide
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.scale_format import E4M3 as E4M3Scales
 from lowbit.schemes.scheme import Scheme

@@ -31,7 +31,7 @@ from lowbit.linear.frozen.eight_bits import scale_of_rows
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.linear.low_bit_linear import Codes, low_bit_gradients, of_last_input, transposed
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit.numerics.affine import computed_again
+from lowbit.numerics.float32 import computed_again
 from lowbit.numerics.packing import pack
 from lowbit.numerics.spec import Spec
 from lowbit.numerics.straight_through import StraightThrough, where_bits

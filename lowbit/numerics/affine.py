@@ -48,8 +48,8 @@ from lowbit.numerics.code_range import (
     quant_range,
     within_range,
 )
+from lowbit.numerics.float32 import divide, multiply_add, nan_to, round_to_dtype
 from lowbit.numerics.lookup_table import LookupTable
-from lowbit.numerics.opaque import opaque
 from lowbit.numerics.straight_through import StraightThrough
 
 MappingName = Literal[
@@ -134,41 +134,6 @@ def _min_max(
         min_val = _per_block(min_val.float(), counts, "min_val").reshape(counts)
         max_val = _per_block(max_val.float(), counts, "max_val").reshape(counts)
     return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
-
-
-def divide(x: Tensor, divisor: float | Tensor) -> Tensor:
-    """x / divisor in float32, rounded once on every device, eager and compiled.
-
-    Division in float64 gives exactly the IEEE float32 quotient. CUDA and Triton approximate division in float32, and
-    the last bit counts at ties of the codes.
-    """
-    if not isinstance(divisor, Tensor):
-        divisor = torch.full_like(x, divisor, dtype=torch.float64)
-    return (x.double() / divisor.double()).float()
-
-
-def _multiply_add(a: Tensor, b: Tensor | float, c: Tensor) -> Tensor:
-    """a · b + c in float32, where b is a code. It runs in float64, where the product is exact, fused or not."""
-    wide = b.double() if isinstance(b, Tensor) else b
-    return (a.double() * wide + c.double()).float()
-
-
-def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    return x.to(dtype, copy=True)
-
-
-opaque("cast(Tensor x, ScalarType dtype) -> Tensor", _cast)(_cast)
-
-
-def round_to_dtype(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x.to(dtype)` as an opaque op, because torch.compile removes the rounding from `x.to(bfloat16).float()`."""
-    return x if x.dtype == dtype else torch.ops.lowbit.cast(x, dtype)
-
-
-def computed_again(x: Tensor) -> Tensor:
-    """`x` for a backward pass that computes a value again. An opaque op in compiled code, since torch.compile would
-    otherwise keep the value of the forward pass. `x` itself in eager code."""
-    return torch.ops.lowbit.cast(x, x.dtype) if torch.compiler.is_compiling() else x
 
 
 def _symmetric_scale(
@@ -373,11 +338,11 @@ def chosen_qparams(
         scale = _span_scale(min_neg, max_pos, float(high - low))
         scale = round_to_dtype(scale.clamp(min=least), scale_dtype)
         if mapping == "asymmetric":
-            steps = _nan_to(0.0, divide(min_neg, scale).round_())
+            steps = nan_to(0.0, divide(min_neg, scale).round_())
             zero_point = clamped(low - steps, torch.int32, low, high)
             zero_point = zero_point.to(zero_point_dtype or torch.int32)
         else:
-            zero_point = _multiply_add(scale, mid - low, min_neg)
+            zero_point = multiply_add(scale, mid - low, min_neg)
             zero_point = round_to_dtype(zero_point, zero_point_dtype or scale_dtype)
     return scale, zero_point
 
@@ -410,13 +375,6 @@ def half_step(scale: Tensor, dtype: torch.dtype) -> Tensor:
     return round_to_dtype(scale.float() * 0.5, dtype)
 
 
-def _nan_to(value: float, x: Tensor) -> Tensor:
-    """`x` with `value` in place of NaN; overwrites `x`."""
-    if torch.compiler.is_compiling():  # on CPUs Inductor vectorises a comparison, but not isnan
-        return torch.where(x == x, x, value)
-    return x.nan_to_num_(value, torch.inf, -torch.inf)
-
-
 def _to_grid(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, dtype: CodeType, low: float, high: float
 ) -> Tensor:
@@ -429,9 +387,9 @@ def _to_grid(
         return x * inverse  # the cast rounds
     if zero_point is not None and zero_point.dtype.is_floating_point:
         mid = (low + high + 1) // 2
-        min_val = _multiply_add(scale, low - mid, zero_point)
-        return _nan_to(float(mid - low), ((x - min_val) * inverse).round_()) + low
-    steps = _nan_to(0.0, (x * inverse).round_())
+        min_val = multiply_add(scale, low - mid, zero_point)
+        return nan_to(float(mid - low), ((x - min_val) * inverse).round_()) + low
+    steps = nan_to(0.0, (x * inverse).round_())
     return steps if zero_point is None else steps + zero_point
 
 
@@ -442,7 +400,7 @@ def _from_grid(
     if zero_point is None:
         return codes * scale.float()
     if zero_point.dtype.is_floating_point:
-        return _multiply_add(scale, codes - (low + high + 1) // 2, zero_point)
+        return multiply_add(scale, codes - (low + high + 1) // 2, zero_point)
     return (codes - zero_point) * scale.float()
 
 

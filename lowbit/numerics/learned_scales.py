@@ -41,14 +41,13 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.affine import (
-    computed_again,
     grid_of,
     half_step,
-    round_to_dtype,
     scale_of_largest,
     smallest_scale,
 )
 from lowbit.numerics.code_range import clamped, within_range
+from lowbit.numerics.float32 import computed_again, round_to_dtype
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec, crop
 

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.numerics.affine import divide, round_to_dtype
+from lowbit.numerics.float32 import divide, round_to_dtype
 from lowbit.numerics.lookup_table import DYNAMIC8, LookupTable
 from lowbit.numerics.number_format import Float8
 

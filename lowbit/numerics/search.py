@@ -42,11 +42,11 @@ from lowbit.numerics.affine import (
     grid_of,
     half_step,
     quantize_affine,
-    round_to_dtype,
     round_to_grid,
     smallest_scale,
 )
 from lowbit.numerics.code_range import CodeType, is_value, quant_range
+from lowbit.numerics.float32 import round_to_dtype
 
 CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements that are searched at once: few enough for a CPU's caches, and enough to occupy a GPU."""

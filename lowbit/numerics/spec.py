@@ -26,12 +26,12 @@ from lowbit.numerics.affine import (
     dequantize_affine,
     fake_quantize_affine,
     quantize_affine,
-    round_to_dtype,
     rounded_affine,
     unchecked_grid,
     unclamped_codes,
 )
-from lowbit.numerics.code_range import FLOATS, clamped, within_range
+from lowbit.numerics.code_range import FLOATS, CodeType, clamped, within_range
+from lowbit.numerics.float32 import round_to_dtype
 from lowbit.numerics.granularity import Granularity, PerBlock, PerTensor
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
@@ -80,6 +80,8 @@ class _Computed:
     """True if zero points are values in the dtype of the scales, and not codes."""
     stored_scale_dtype: torch.dtype | None
     """The dtype of scales in a weight; None: any."""
+    _limits: tuple[CodeType, float, float]
+    """The dtype and the range of the format's codes, as `lowbit.numerics.affine` takes them."""
     _new_scale_dtype: torch.dtype | None
     """The dtype of scales that are computed from a weight; None: that of the weight."""
 
@@ -124,10 +126,8 @@ class Spec(_Computed):
         fmt, is_int = self.format, isinstance(self.format, Int)
         is_short = self.scale_dtype in (torch.float16, torch.bfloat16)
         rounds_minimum = is_short and self.mapping == "float_zero_point"
-        symmetric, is_value_zero = (
-            self.mapping.startswith("symmetric"),
-            self.mapping in VALUE_ZERO_POINT,
-        )
+        symmetric = self.mapping.startswith("symmetric")
+        is_value_zero = self.mapping in VALUE_ZERO_POINT
         zero_dtype = fmt.dtype if is_int and not is_value_zero else None
         if rounds_minimum:
             zero_dtype = torch.float32
@@ -135,16 +135,16 @@ class Spec(_Computed):
         in_super_blocks = self.scale_format == "super_block"
         is_stored = isinstance(fmt, LookupTable) or self.scale_format == "e8m0"
         is_wide = rounds_minimum or in_blocks or in_super_blocks or is_stored
+        in_float32 = rounds_minimum or in_super_blocks
         self.__dict__.update(
             super_blocks=super_blocks_of(self) if in_super_blocks else None,
             _grid=unchecked_grid(self.mapping, fmt.dtype, fmt.quant_min, fmt.quant_max, zero_dtype),
+            _limits=(fmt.dtype, fmt.quant_min, fmt.quant_max),
             scales=SCALE_FORMATS[self.scale_format],
             rounds_minimum=rounds_minimum,
             has_zero_point=is_int and not (getattr(fmt, "signed", False) and symmetric),
             zero_point_is_value=is_value_zero,
-            stored_scale_dtype=torch.float32
-            if rounds_minimum or in_super_blocks
-            else self.scale_dtype,
+            stored_scale_dtype=torch.float32 if in_float32 else self.scale_dtype,
             _new_scale_dtype=torch.float32 if is_wide else self.scale_dtype,
         )
 
@@ -342,21 +342,19 @@ class Spec(_Computed):
         padded = self.pad(x)
         if padded is not x and (importance is not None or self.zero_point_is_value):
             importance = self._pad_importance(importance, x)
-        fmt, block = self.format, self.block_size(padded.shape)
+        block = self.block_size(padded.shape)
         if self.scales is not None:
             start = self.choose_scales(padded, joint=joint)
             offered = (self.scales.decode(p) for p in self.scales.neighbours(start))
             best = self.scales.decode(start)
-            return best_of_scales(padded, block, fmt.dtype, best, offered, importance), None
+            return best_of_scales(padded, block, self._grid.dtype, best, offered, importance), None
         if self.super_blocks is not None and not x.is_meta and x.numel():
             return self.super_blocks.search(padded, importance)
         scale, zero_point = search_qparams_affine(
             padded,
             self.mapping,
             block,
-            fmt.dtype,
-            fmt.quant_min,
-            fmt.quant_max,
+            *self._limits,
             scale_dtype=self.scale_dtype or scale_dtype,
             zero_point_dtype=self._grid.zero_point_dtype,
             importance=importance,
@@ -408,20 +406,16 @@ class Spec(_Computed):
         """
         x = self.pad(x)
         scale, zero_point = self.choose_qparams(x, scale_dtype) if qparams is None else qparams
-        fmt = self.format
         block = self.block_size(x.shape)
-        codes = quantize_affine(
-            x, block, scale, zero_point, fmt.dtype, fmt.quant_min, fmt.quant_max
-        )
+        codes = quantize_affine(x, block, scale, zero_point, *self._limits)
         return codes, scale, zero_point
 
     def quantize_by(self, x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
         """The codes of `quantize` for a given scale, without zero points, and the mask of those that do not clip."""
-        x, fmt = self.pad(x), self.format
-        low, high = fmt.quant_min, fmt.quant_max
-        codes = unclamped_codes(x, self.block_size(x.shape), scale, None, fmt.dtype, low, high)
-        inside = within_range(codes, fmt.dtype, low, high)
-        return clamped(codes, fmt.dtype, low, high), inside
+        x = self.pad(x)
+        codes = unclamped_codes(x, self.block_size(x.shape), scale, None, *self._limits)
+        inside = within_range(codes, *self._limits)
+        return clamped(codes, *self._limits), inside
 
     def codes_and_values(
         self, x: Tensor, scale: Tensor, zero_point: Tensor | None
@@ -502,11 +496,7 @@ class Spec(_Computed):
         """
         x = self.pad(x)
         scale, zero_point = self.choose_qparams(x, scale_dtype)
-        fmt = self.format
-        low, high = fmt.quant_min, fmt.quant_max
-        codes = unclamped_codes(
-            x, self.block_size(x.shape), scale, zero_point, fmt.dtype, low, high
-        )
+        codes = unclamped_codes(x, self.block_size(x.shape), scale, zero_point, *self._limits)
         return self.narrowed(codes, self.may_clip(scale_dtype)), scale, zero_point
 
     def narrowed(self, codes: Tensor, may_clip: bool = True) -> Tensor:
@@ -543,10 +533,9 @@ class Spec(_Computed):
     ) -> Tensor:
         """The values of `codes`, `scale` and `zero_point`, which `quantize` gave, without the padding: a tensor of
         `shape` and `output_dtype`."""
-        fmt = self.format
-        block = self.block_size(shape)
+        block, (_, *limits) = self.block_size(shape), self._limits
         values = dequantize_affine(
-            codes, block, scale, zero_point, fmt.quant_min, fmt.quant_max, output_dtype=output_dtype
+            codes, block, scale, zero_point, *limits, output_dtype=output_dtype
         )
         return crop(values, shape)
 
@@ -597,7 +586,7 @@ class Spec(_Computed):
     ) -> Tensor:
         if x.numel() == 0:  # no block, for which one scale would be too many
             return x
-        padded, fmt = self.pad(x), self.format
-        block, limits = self.block_size(padded.shape), (fmt.quant_min, fmt.quant_max)
-        values = fake_quantize_affine(padded, block, scale, zero_point, fmt.dtype, *limits, clips)
+        padded = self.pad(x)
+        block = self.block_size(padded.shape)
+        values = fake_quantize_affine(padded, block, scale, zero_point, *self._limits, clips)
         return crop(values, x.shape)

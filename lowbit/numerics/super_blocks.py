@@ -42,7 +42,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.numerics.affine import MappingName, round_to_dtype
+from lowbit.numerics.affine import MappingName
+from lowbit.numerics.float32 import round_to_dtype
 from lowbit.numerics.search import CHUNK_ELEMENTS
 
 INPUTS = 256

@@ -20,7 +20,7 @@ from lowbit.numerics.scale_format import E8M0
 from lowbit.numerics.spec import crop
 from lowbit.schemes.mixed_precision import BLOCK, Float8BlockMixedPrecision
 from lowbit.tensor.core import Gather, InnerShapes, LowbitTensor, Wire
-from lowbit.tensor.frozen.float8_tensor import Float8Tensor
+from lowbit.tensor.frozen import Float8Tensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 
 

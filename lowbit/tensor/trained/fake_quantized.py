@@ -37,8 +37,7 @@ from lowbit.tensor.core import (
     refuse_trace,
     stored_shape,
 )
-from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.conv_tensor import ConvTensor, matrix_shape
+from lowbit.tensor.frozen import AffineTensor, ConvTensor, matrix_shape
 from lowbit.tensor.trained.codes_before_clamp import CodesBeforeClamp
 from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit.tensor.trained.other_products import OtherProducts

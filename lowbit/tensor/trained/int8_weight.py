@@ -52,8 +52,7 @@ from lowbit.tensor.core import (
     stored_shape,
     to_copy,
 )
-from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.cpu_values import ReadOnCpu
+from lowbit.tensor.frozen import AffineTensor, ReadOnCpu
 from lowbit.tensor.trained import remainder
 from lowbit.tensor.trained.trainable import TrainableTensor, grouped_in_high_precision
 from lowbit.tracing import tracer

@@ -12,7 +12,7 @@ from torch import Tensor
 from lowbit.linear.microscaled_linear import microscaled_linear
 from lowbit.schemes.mixed_precision import MXFP8MixedPrecision
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen import AffineTensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 
 

@@ -17,7 +17,7 @@ from lowbit.linear.operands import Values
 from lowbit.linear.rounded_linear import rounding_of
 from lowbit.numerics.straight_through import StraightThrough
 from lowbit.tensor.core import LowbitTensor
-from lowbit.tensor.frozen.conv_tensor import check_convolution
+from lowbit.tensor.frozen import check_convolution
 from lowbit.tensor.trained.quantizers import Scales
 
 
