@@ -116,18 +116,21 @@ def compensate(
     *,
     step: Tensor,
     lr: float | Tensor,
-    betas: tuple[float, float],
+    betas: tuple[float, ...],
     eps: float,
     weight_decay: float,
     decoupled_weight_decay: bool = True,
+    **others: Tensor,
 ) -> None:
     """Add the rounding error of the weight to m, in place; see the module for the formula.
 
     Args:
         error: e, the shape and dtype of the states.
         step: t, float64 without dimensions.
+        betas: those of m and v come first.
+        others: states that stay as they are, such as the slow moment of AdEMAMix, in which its update is linear too.
     """
-    beta1, beta2 = betas
+    beta1, beta2 = betas[:2]
     kept = 1 - lr * weight_decay if decoupled_weight_decay else 1.0
     root = (1 - beta2**step).sqrt()
     second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq

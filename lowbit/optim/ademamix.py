@@ -44,8 +44,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim import adam
-from lowbit.optim.adam import largest_ratio
+from lowbit.optim.adam import compensate, largest_ratio
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
 
@@ -94,32 +93,6 @@ def reference(
     if weight_decay:
         param.mul_(1 - lr * weight_decay)
     param.sub_(update)
-
-
-def compensate(
-    error: Tensor,
-    exp_avg: Tensor,
-    exp_avg_slow: Tensor,
-    exp_avg_sq: Tensor,
-    *,
-    step: Tensor,
-    lr: float | Tensor,
-    betas: tuple[float, float, float],
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """Add the rounding error of the weight to m, in place, as `lowbit.optim.adam` says of AdamW. The update is linear
-    in both first moments, so the slow one stays as it is."""
-    adam.compensate(
-        error,
-        exp_avg,
-        exp_avg_sq,
-        step=step,
-        lr=lr,
-        betas=betas[:2],
-        eps=eps,
-        weight_decay=weight_decay,
-    )
 
 
 def slow_moment_schedule(

@@ -229,8 +229,10 @@ class StepLaunch:
         because hashing a variant takes long."""
         key = is_scaled, second
         if key not in self.kernels:
-            variant = scaled(self.variant) if is_scaled else self.variant
-            self.kernels[key] = compiled(given(variant) if second else variant, self.table.device)
+            variant = _like(self.variant, scaled=True) if is_scaled else self.variant
+            if second:
+                variant = _like(variant, error="given")
+            self.kernels[key] = compiled(variant, self.table.device)
         return self.kernels[key]
 
     # ---- the table ------------------------------------------------------------------------------------------
@@ -375,17 +377,9 @@ def compiled(variant: StepVariant, device: torch.device) -> StepKernel | StepKer
     return StepKernelCpu(variant) if device.type == "cpu" else StepKernel(variant, device)
 
 
-def scaled(v: StepVariant) -> StepVariant:
-    """The same variant for gradients that are multiplied by a factor."""
-    return _like(v, scaled=True)
-
-
-def given(v: StepVariant) -> StepVariant:
-    """The second part of a step whose first part is `v`, with the error "tried"."""
-    return _like(v, error="given")
-
-
 def _like(v: StepVariant, **changes: Any) -> StepVariant:
+    """`v` with another field: `scaled` for gradients that are multiplied by a factor, or the error "given" for the
+    second part of a step whose first part is `v`, with the error "tried"."""
     own = {"scaled": v.scaled, "error": v.error, "code_bits": v.code_bits, **changes}
     return variant(v.rule, v.param, v.grad, v.formats, v.signed, v.stochastic, v.rounding, **own)
 
