@@ -147,7 +147,7 @@ def _shown(scheme: Scheme | None) -> str:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PlanChoice:
     """One way to store the weights of a unit, which take one scheme: a weight, siblings such as q, k and v, or the
     stacked experts of a module.
 
@@ -176,14 +176,14 @@ class Costs:
         measure: of the damage: "kl", "loss" or "error".
     """
 
-    choices: tuple[Choice, ...]
+    choices: tuple[PlanChoice, ...]
     elements: int
     measure: str
 
     @property
-    def units(self) -> dict[str, list[Choice]]:
+    def units(self) -> dict[str, list[PlanChoice]]:
         """The choices of each unit."""
-        found: dict[str, list[Choice]] = {}
+        found: dict[str, list[PlanChoice]] = {}
         for choice in self.choices:
             found.setdefault(choice.unit, []).append(choice)
         return found
@@ -250,7 +250,7 @@ class Costs:
             )
         return self.of([own[i] for own, i in zip(units, chosen, strict=True)])
 
-    def _values(self, units: list[list[Choice]], wanted: str) -> list[list[float]]:
+    def _values(self, units: list[list[PlanChoice]], wanted: str) -> list[list[float]]:
         """The values to minimize. Between equal choices the one with fewer bytes is better."""
         values = [[float(getattr(c, wanted)) for c in own] for own in units]
         if wanted == "nbytes":
@@ -272,7 +272,7 @@ class Costs:
                 found.append(self.of(own))
         return found
 
-    def of(self, chosen: list[Choice]) -> Plan:
+    def of(self, chosen: list[PlanChoice]) -> Plan:
         """The plan of these choices, one of each unit."""
         return Plan(
             {pattern: scheme for c in chosen for pattern, scheme in c.schemes.items()},

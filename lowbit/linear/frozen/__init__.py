@@ -14,20 +14,12 @@ Representations import this package, so conditions read `weight.stored_as`, `wei
 instead of asking for a class.
 """
 
-from lowbit.linear.frozen.built_in import BUILT_IN, choose_linear
-from lowbit.linear.frozen.called import grouped_linear, linear
-from lowbit.linear.frozen.frozen_linear import quantized_linear
-from lowbit.linear.frozen.registered import register_linear, registered_sources, unregister_linear
-from lowbit.linear.frozen.row import Row
-
-__all__ = [
-    "BUILT_IN",
-    "Row",
-    "choose_linear",
-    "grouped_linear",
-    "linear",
-    "quantized_linear",
-    "register_linear",
-    "registered_sources",
-    "unregister_linear",
-]
+from lowbit.linear.frozen.built_in import BUILT_IN as BUILT_IN
+from lowbit.linear.frozen.built_in import choose_linear as choose_linear
+from lowbit.linear.frozen.called import grouped_linear as grouped_linear
+from lowbit.linear.frozen.called import linear as linear
+from lowbit.linear.frozen.frozen_linear import quantized_linear as quantized_linear
+from lowbit.linear.frozen.registered import register_linear as register_linear
+from lowbit.linear.frozen.registered import registered_sources as registered_sources
+from lowbit.linear.frozen.registered import unregister_linear as unregister_linear
+from lowbit.linear.frozen.row import Row as Row
