@@ -91,9 +91,7 @@ def _kernel(
 
 
 @gated_activation.kernel
-def _launch(
-    gate: Tensor, up: Tensor, x: Tensor | None, activation: str, eps: float
-) -> Tensor | None:
+def _launch(gate, up, x, activation, eps) -> Tensor | None:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(gate.device) or gate.numel() == 0:
         return None

@@ -279,16 +279,7 @@ LARGEST = {torch.int8: 127, torch.float8_e4m3fn: 448, torch.uint8: 15}
 
 @quantize_to_cache.kernel
 def _launch(
-    key: Tensor,
-    value: Tensor,
-    key_codes: Tensor,
-    key_scale: Tensor,
-    value_codes: Tensor,
-    value_scale: Tensor,
-    length: Tensor,
-    value_zero: Tensor | None,
-    window: int,
-    ring: bool,
+    key, value, key_codes, key_scale, value_codes, value_scale, length, value_zero, window, ring
 ) -> Tensor | None:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(key.device) or not key.numel() or not value.numel():

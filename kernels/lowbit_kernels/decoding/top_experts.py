@@ -90,9 +90,7 @@ def _kernel(
 
 
 @top_experts.kernel
-def _launch(
-    logits: Tensor, top: int, normalized: bool, dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
+def _launch(logits, top, normalized, dtype) -> tuple[Tensor, Tensor] | None:
     """The Triton kernel where it runs, else the reference."""
     tokens, experts = logits.shape
     if not runs_on(logits.device) or tokens == 0:

@@ -141,9 +141,7 @@ def _launch_norms(x: Tensor, order: int) -> Tensor | None:
 
 
 @scale_matrices.kernel
-def _launch(
-    x: Tensor, rows: Tensor | None, columns: Tensor | None, out_dtype: torch.dtype | None
-) -> Tensor | None:
+def _launch(x, rows, columns, out_dtype) -> Tensor | None:
     """The Triton kernel where it runs, else the reference."""
     if not _takes(x):
         return None

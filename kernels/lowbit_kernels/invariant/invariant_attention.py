@@ -128,9 +128,7 @@ def _seen(query: Tensor, keys: int, mask: Tensor | None, causal: bool) -> Tensor
 
 
 @invariant_attention.kernel
-def _launch(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float, causal: bool
-) -> Tensor | None:
+def _launch(query, key, value, mask, scale, causal) -> Tensor | None:
     """The Triton kernels where they run, else the reference."""
     if not runs_on(query.device) or query.numel() == 0 or 0 in key.shape or 0 in value.shape:
         return None

@@ -108,9 +108,7 @@ def _kernel(position, inv_freq, cos_to, sin_to, count, half, scale, BLOCK: tl.co
 
 
 @invariant_rotary.kernel
-def _launch(
-    position: Tensor, inv_freq: Tensor, scale: float, out_dtype: torch.dtype
-) -> tuple[Tensor, Tensor] | None:
+def _launch(position, inv_freq, scale, out_dtype) -> tuple[Tensor, Tensor] | None:
     """The Triton kernel where it runs, else the reference."""
     half = len(inv_freq)
     count = position.numel() * half

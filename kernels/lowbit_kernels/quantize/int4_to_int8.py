@@ -157,9 +157,7 @@ def _kernel(
 
 
 @int4_to_int8.kernel
-def _launch(
-    codes: Tensor, scale: Tensor, group_size: int, size: int, after: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
+def _launch(codes, scale, group_size, size, after) -> tuple[Tensor, Tensor] | None:
     if not (codes.numel() and size and runs_on(codes.device)):
         return None
     ran("int4_to_int8", "triton")

@@ -78,9 +78,7 @@ def allocate(weight: Tensor, format: str, transposed: bool) -> tuple[Tensor, Ten
 
 
 @quantize_experts.kernel
-def _launch(
-    weight: Tensor, format: str, transposed: bool, scale: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
+def _launch(weight, format, transposed, scale) -> tuple[Tensor, Tensor] | None:
     if not (weight.numel() and nvrtc.runs_on_hopper(weight.device)):
         return None
     ran("quantize_experts", "sm90")

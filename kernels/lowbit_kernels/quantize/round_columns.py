@@ -139,15 +139,7 @@ def _round(
 
 @round_columns.kernel
 def _launch(
-    columns: Tensor,
-    upper: Tensor,
-    group: Tensor,
-    scale: Tensor,
-    least: Tensor,
-    most: Tensor,
-    offset: Tensor | None,
-    levels: Tensor,
-    kept: Tensor | None,
+    columns, upper, group, scale, least, most, offset, levels, kept
 ) -> tuple[Tensor, Tensor] | None:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(columns.device) or columns.numel() == 0:

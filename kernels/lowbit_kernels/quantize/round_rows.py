@@ -176,15 +176,7 @@ def _kernel(
 
 
 @round_rows.kernel
-def _launch(
-    values: Tensor,
-    old: Tensor | None,
-    largest: Tensor | None,
-    first: Tensor | None,
-    start: int,
-    most: int,
-    packed: bool,
-) -> tuple[Tensor, Tensor] | None:
+def _launch(values, old, largest, first, start, most, packed) -> tuple[Tensor, Tensor] | None:
     """The Triton kernel where it runs, else the reference."""
     if not runs_on(values.device) or values.numel() == 0:
         return None

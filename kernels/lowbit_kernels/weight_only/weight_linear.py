@@ -231,7 +231,7 @@ def run(
     global_scale=None,
     bits=0,
     table=(),
-    implementation: str | None = None,
+    implementation=None,
 ) -> Tensor:
     """The op's kernel on every device, by the implementation that `planned` chooses or is given."""
     layouts = all_described(x, codes, scale, zero_point, bias, residual, global_scale)
