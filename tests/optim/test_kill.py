@@ -15,7 +15,7 @@ import lowbit
 from lowbit import Int4Weight, Int8Weight, LowbitTensor, optim
 from tests import forked
 
-STEPS, SAVE_EVERY = 40, 4
+STEPS, SAVE_EVERY = 20, 4
 OPTIONS = {"lr": 1e-3, "bf16_stochastic_round": True, "seed": 11}
 CLIPPED = {**OPTIONS, "max_grad_norm": 1.0}
 PRODUCTS = {"output": True, "grad_input": True, "grad_weight": True, "always": True}
