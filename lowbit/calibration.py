@@ -22,14 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lowbit.convert import (
-    Filter,
-    Schemes,
-    Target,
-    check_module,
-    find_targets,
-    rounding_owners,
-)
+from lowbit.convert import Filter, Schemes, Target, check_module, find_targets, rounding_owners
 from lowbit.layers import static_input
 from lowbit.layers.frozen import shown_class
 from lowbit.layers.prepared import rounds_input

@@ -3,12 +3,7 @@
 `lowbit/__init__.py` imports it, unless the program is the command line, which does so when a command runs.
 """
 
-from lowbit import (
-    inference,
-    optim,
-    qat,
-    train,
-)
+from lowbit import inference, optim, qat, train
 from lowbit.affine import (
     choose_qparams_affine,
     dequantize_affine,
@@ -18,13 +13,7 @@ from lowbit.affine import (
 from lowbit.checkpoint import CheckpointError, load, load_metadata, save
 from lowbit.convert.siblings import register_siblings
 from lowbit.dequantize import dequantize_
-from lowbit.granularity import (
-    PerBlock,
-    PerGroup,
-    PerRow,
-    PerTensor,
-    PerToken,
-)
+from lowbit.granularity import PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.inference import (
     Plan,
     Report,

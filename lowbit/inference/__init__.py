@@ -24,12 +24,7 @@ from lowbit.inference.invariant import invariant_
 from lowbit.inference.planning import autoquant
 from lowbit.inference.quantize import quantize_
 from lowbit.layers.invariant import attention as invariant_attention
-from lowbit.linear.frozen import (
-    grouped_linear,
-    linear,
-    register_linear,
-    unregister_linear,
-)
+from lowbit.linear.frozen import grouped_linear, linear, register_linear, unregister_linear
 
 __all__ = [
     "AWQ",

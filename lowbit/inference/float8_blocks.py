@@ -125,11 +125,7 @@ def _is_in_blocks(weight: Tensor) -> bool:
 
 
 def _assembled(
-    name: str,
-    codes: Tensor,
-    state_dict: Mapping[str, Tensor],
-    old: Tensor,
-    activation: Spec | None,
+    name: str, codes: Tensor, state_dict: Mapping[str, Tensor], old: Tensor, activation: Spec | None
 ) -> Float8Tensor:
     """The weight of these codes and their scales in the state dict, in place of the parameter `old`."""
     if isinstance(old, LowbitTensor):

@@ -21,12 +21,7 @@ from lowbit.convert import (
     rounding_owners,
 )
 from lowbit.convert.side_by_side import lay_side_by_side
-from lowbit.layers.static_input import (
-    check_input,
-    held_for,
-    input_qparams,
-    take_input,
-)
+from lowbit.layers.static_input import check_input, held_for, input_qparams, take_input
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 

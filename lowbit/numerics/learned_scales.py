@@ -40,12 +40,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.numerics.affine import (
-    grid_of,
-    half_step,
-    scale_of_largest,
-    smallest_scale,
-)
+from lowbit.numerics.affine import grid_of, half_step, scale_of_largest, smallest_scale
 from lowbit.numerics.code_range import clamped, within_range
 from lowbit.numerics.float32 import computed_again, round_to_dtype
 from lowbit.numerics.number_format import Int

@@ -18,14 +18,4 @@ from lowbit.sync.channels import connect
 from lowbit.sync.streaming import load_, read, stream, write
 from lowbit.sync.transfer import Sent, SyncError, receive, send
 
-__all__ = [
-    "Sent",
-    "SyncError",
-    "connect",
-    "load_",
-    "read",
-    "receive",
-    "send",
-    "stream",
-    "write",
-]
+__all__ = ["Sent", "SyncError", "connect", "load_", "read", "receive", "send", "stream", "write"]

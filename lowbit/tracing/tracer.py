@@ -26,11 +26,7 @@ from torch import Tensor, nn
 from lowbit.numerics.sharded import held_locally
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import PRODUCTS
-from lowbit.tracing.report import (
-    LOW_BITS,
-    TracedProduct,
-    weight_format,
-)
+from lowbit.tracing.report import LOW_BITS, TracedProduct, weight_format
 
 PLAIN_WEIGHT = "a plain weight"
 BY_SCHEME = "its scheme keeps this product in high precision"

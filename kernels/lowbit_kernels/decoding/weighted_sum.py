@@ -15,14 +15,7 @@ from torch import Tensor
 from lowbit_kernels.decoding.overlap import launch_dependents, overlap_options, wait_for_previous
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    launch,
-    runs_on,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, stored_dtype, tl, triton
 
 BLOCK = 1024
 """The most columns of a program."""

@@ -8,13 +8,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.matmul.mm_tiles_triton import in_groups, store
-from lowbit_kernels.runtime.triton_runtime import (
-    has_large_tiles,
-    jit,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import has_large_tiles, jit, stored_dtype, tl, triton
 
 
 @jit

@@ -35,12 +35,7 @@ from torch import Tensor
 
 from lowbit_kernels.matmul import int8_mm_triton, scaled_mm_sm90
 from lowbit_kernels.runtime import launcher, nvrtc
-from lowbit_kernels.runtime.launch_plan import (
-    Buffer,
-    CublasProduct,
-    LaunchPlan,
-    TensorPart,
-)
+from lowbit_kernels.runtime.launch_plan import Buffer, CublasProduct, LaunchPlan, TensorPart
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import contiguous_strides
 from lowbit_kernels.runtime.op import op

@@ -23,12 +23,7 @@ from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import takes_rows, tensor_map
 from lowbit_kernels.runtime.wgmma import multiply_from_registers
 from lowbit_kernels.weight_only.codes_format import E2M1
-from lowbit_kernels.weight_only.weight_operands import (
-    HALVES,
-    Tensors,
-    WeightOperands,
-    addresses,
-)
+from lowbit_kernels.weight_only.weight_operands import HALVES, Tensors, WeightOperands, addresses
 
 ROWS, CHUNK, PERIOD, THREADS = 128, 128, 4, 384
 CODE_BYTES = ROWS * CHUNK // 2
@@ -171,12 +166,7 @@ CONSUMERS = {
 
 
 def source(
-    codes: str,
-    out: torch.dtype,
-    scale: torch.dtype,
-    group: int,
-    zero: bool,
-    division: W4A8Division,
+    codes: str, out: torch.dtype, scale: torch.dtype, group: int, zero: bool, division: W4A8Division
 ) -> str:
     """The CUDA C++ to compile."""
     macros: dict[str, object] = {"CODES": codes, "OUT": FLOAT_MACROS[out]}

@@ -15,14 +15,7 @@ from torch import Tensor
 
 from lowbit_kernels.quantize import quantize_rows_sm90
 from lowbit_kernels.quantize.quantize_rowcol_triton import rounded_to_float8, takes
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    launch,
-    runs_on,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, stored_dtype, tl, triton
 from lowbit_kernels.weight_only.weight_operands import TensorLayout, described
 
 MOST_KEPT = 8192

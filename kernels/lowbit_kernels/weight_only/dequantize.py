@@ -23,11 +23,7 @@ from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import runs_on, stored_dtype
 from lowbit_kernels.weight_only.codes_format import CodesFormat, dequantized, format_of
 from lowbit_kernels.weight_only.dequantize_triton import fill
-from lowbit_kernels.weight_only.weight_operands import (
-    FORMAT_OPERANDS,
-    FORMAT_RULES,
-    group_rules,
-)
+from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, group_rules
 
 CPU_CACHE_BYTES = 2**21
 """Bytes of the result that a CPU computes at a time: its L2 cache."""

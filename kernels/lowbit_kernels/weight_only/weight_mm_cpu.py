@@ -25,18 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit_kernels.weight_only.codes_cpu import (
-    CodesLayout,
-    functions,
-    source,
-    warn_not_compiled,
-)
+from lowbit_kernels.weight_only.codes_cpu import CodesLayout, functions, source, warn_not_compiled
 from lowbit_kernels.weight_only.codes_format import CodesFormat
-from lowbit_kernels.weight_only.weight_operands import (
-    Product,
-    Tensors,
-    WeightOperands,
-)
+from lowbit_kernels.weight_only.weight_operands import Product, Tensors, WeightOperands
 
 _FLOAT32, _BFLOAT16, _CPU = torch.float32, torch.bfloat16, torch.device("cpu")
 _CALL = struct.Struct("14q").pack

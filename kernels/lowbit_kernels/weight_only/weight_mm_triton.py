@@ -17,13 +17,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.triton_runtime import (
-    jit,
-    runs_on,
-    stored_dtype,
-    tl,
-    triton,
-)
+from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl, triton
 from lowbit_kernels.weight_only.dequantize_triton import numbers_of_codes, scales_in_float32
 from lowbit_kernels.weight_only.weight_operands import (
     Product,

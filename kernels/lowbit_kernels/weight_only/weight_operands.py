@@ -77,7 +77,7 @@ K_RULE = {
     "(groups - 1) * group_size < K <= groups * group_size or not (K or groups)": (
         "x has K = {K}, but {groups} groups of {group_size} hold a K of {max((groups - 1) * group_size + 1, 0)} to "
         "{groups * group_size}"
-    ),
+    )
 }
 """The rule of products of x [..., K] and such codes."""
 ADDEND_TYPES = {

@@ -138,11 +138,7 @@ def _damages(
 
 
 def _scaled(
-    model: nn.Module,
-    batches: list[Any],
-    units: list[Unit],
-    lost: list[list[float]],
-    loss: Measure,
+    model: nn.Module, batches: list[Any], units: list[Unit], lost: list[list[float]], loss: Measure
 ) -> list[list[float]]:
     """The damages, scaled so that those of each scheme add up to that of the model with all units rounded by it."""
     schemes = {unit.uniform(i): None for unit in units for i in range(1, len(unit.options))}

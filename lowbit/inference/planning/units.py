@@ -120,10 +120,7 @@ class Unit:
 
 
 def units_of(
-    model: nn.Module,
-    candidates: Sequence[Schemes],
-    filter_fn: Filter | None,
-    scales: Scales | None,
+    model: nn.Module, candidates: Sequence[Schemes], filter_fn: Filter | None, scales: Scales | None
 ) -> list[Unit]:
     """The units of the weights that the candidates take, in the order of the model. Without a filter a scheme takes
     embeddings, too.

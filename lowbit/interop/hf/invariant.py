@@ -53,12 +53,7 @@ def invariant_attention(
     if own and attention_mask is None and tokens > 1:  # a prompt, at the beginning of the cache
         key, value = key[:, :, :tokens], value[:, :, :tokens]
     y = attention(
-        query,
-        key,
-        value,
-        attention_mask,
-        is_causal=own and attention_mask is None,
-        scale=scaling,
+        query, key, value, attention_mask, is_causal=own and attention_mask is None, scale=scaling
     )
     return y.transpose(1, 2), None
 

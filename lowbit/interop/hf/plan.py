@@ -7,12 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from lowbit.convert import (
-    Report,
-    families_of,
-    find_targets,
-    is_turned,
-)
+from lowbit.convert import Report, families_of, find_targets, is_turned
 from lowbit.formats.folder_choice import FolderChoice
 from lowbit.schemes.scheme import Scheme
 

@@ -31,11 +31,7 @@ from lowbit.convert import check_module, find_owners
 from lowbit.layers.exchange import exchanged
 from lowbit.numerics.snr import Energies
 from lowbit.progress import progress as bar
-from lowbit.qat.exchange import (
-    check_dynamic,
-    in_high_precision,
-    prepared_targets,
-)
+from lowbit.qat.exchange import check_dynamic, in_high_precision, prepared_targets
 from lowbit.qat.tools.block_state import BlockFolder, fingerprint
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import named_scales

@@ -52,11 +52,7 @@ from lowbit.numerics.code_range import FLOATS
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import (
-    local,
-    placed,
-    placed_as,
-)
+from lowbit.tensor.core.dtensor import local, placed, placed_as
 from lowbit.tensor.core.pickled import describe_part
 from lowbit.tensor.core.torchscript import PREPARE, refuse_script
 
@@ -190,12 +186,7 @@ def described(metadata: Mapping[str, Any], name: str) -> Any:
 
 
 def take_parts(
-    param: Tensor,
-    key: str,
-    state_dict: dict[str, Any],
-    entry: Any,
-    assign: bool,
-    errors: list[str],
+    param: Tensor, key: str, state_dict: dict[str, Any], entry: Any, assign: bool, errors: list[str]
 ) -> None:
     """Replace the parts of `param` in the state dict, if there are any, by `state_dict[key]`, a tensor like `param`.
     `entry` describes it.
@@ -435,12 +426,7 @@ def _along_rows(own: LowbitTensor, name: str, placement: Placement) -> Placement
 
 
 def _along(
-    own: LowbitTensor,
-    name: str,
-    shape: tuple[int, ...],
-    placement: Placement,
-    dim: int,
-    ranks: int,
+    own: LowbitTensor, name: str, shape: tuple[int, ...], placement: Placement, dim: int, ranks: int
 ) -> Placement | None:
     """The placement of an inner tensor for a shard along `dim` > 0, from the lengths of every rank's inner tensor."""
     from torch.distributed.tensor import Replicate

@@ -20,13 +20,7 @@ from torch.utils._pytree import tree_map
 
 from lowbit.linear.frozen import quantized_linear
 from lowbit.linear.frozen.experts import stacked_product
-from lowbit.tensor.core import (
-    LowbitTensor,
-    aten,
-    check_not_flat,
-    looked_up,
-    product_below_autograd,
-)
+from lowbit.tensor.core import LowbitTensor, aten, check_not_flat, looked_up, product_below_autograd
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 AffineTensor.implements(aten.embedding.default)(looked_up)

@@ -165,11 +165,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
     def _by_the_op(self) -> Tensor:
         """The values of a matrix in one kernel, with the bits of PyTorch's operations."""
         return kernels.dequantize.dequantize(
-            self.codes,
-            self.scale,
-            group_size=self._group(),
-            size=self.shape[1],
-            dtype=self.dtype,
+            self.codes, self.scale, group_size=self._group(), size=self.shape[1], dtype=self.dtype
         )
 
     def _group(self) -> int:

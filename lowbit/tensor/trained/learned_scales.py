@@ -37,14 +37,7 @@ from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
-from lowbit.tensor.core import (
-    Gather,
-    LowbitTensor,
-    Wire,
-    local,
-    rounding_inputs,
-    split_as,
-)
+from lowbit.tensor.core import Gather, LowbitTensor, Wire, local, rounding_inputs, split_as
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import PRESENT, Quantizer, Scales
 

@@ -170,11 +170,7 @@ def _replace(node: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _fold_norm(node: Any) -> bool:
-    for pattern, offset in (
-        (STORED_MINUS_ONE, 1.0),
-        (ROUNDED_AFTER, 0.0),
-        (ROUNDED_BEFORE, 0.0),
-    ):
+    for pattern, offset in ((STORED_MINUS_ONE, 1.0), (ROUNDED_AFTER, 0.0), (ROUNDED_BEFORE, 0.0)):
         bound = matched(pattern, node, {})
         if bound is None:
             continue
@@ -200,11 +196,7 @@ def _fold_gate(node: Any) -> bool:
         if (
             up is not None
             and gate.dtype in HALVES
-            and (gate.shape, gate.dtype)
-            == (
-                up.shape,
-                up.dtype,
-            )
+            and (gate.shape, gate.dtype) == (up.shape, up.dtype)
         ):
             args = (bound[X], bound[OTHER])
             return _replace(node, lowbit.gated_activation.default, args, {"activation": activation})
