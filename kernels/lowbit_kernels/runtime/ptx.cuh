@@ -5,28 +5,26 @@
 #define MEMBER __device__ __forceinline__
 #define DYNAMIC_SHARED(name) extern __shared__ __align__(1024) unsigned char name[]  // its size is given at launch
 
+// A function that is one instruction: `code` gives its result from the operands that follow.
+#define INSTRUCTION(type, constraint, name, parameters, code, ...) \
+    DEVICE type name parameters { \
+        type result; \
+        asm(code : constraint(result) : __VA_ARGS__); \
+        return result; \
+    }
+#define WORD_OF(...) INSTRUCTION(unsigned int, "=r", __VA_ARGS__)
+#define FLOAT_OF(...) INSTRUCTION(float, "=f", __VA_ARGS__)
+
 DEVICE unsigned int float_bits(float x) { return __float_as_uint(x); }
 DEVICE float bits_float(unsigned int x) { return __uint_as_float(x); }
 
 // Rounds two floats to two bf16 in one word, to nearest even; `low` goes to the lower half.
-DEVICE unsigned int to_bf16x2(float low, float high) {
-    unsigned int packed;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
+WORD_OF(to_bf16x2, (float low, float high), "cvt.rn.bf16x2.f32 %0, %1, %2;", "f"(high), "f"(low))
 
 // The same to fp16; beyond its range the result is infinity, as in torch.
-DEVICE unsigned int to_half2(float low, float high) {
-    unsigned int packed;
-    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
-    return packed;
-}
+WORD_OF(to_half2, (float low, float high), "cvt.rn.f16x2.f32 %0, %1, %2;", "f"(high), "f"(low))
 
-DEVICE float from_half(unsigned int half) {
-    float x;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"((unsigned short)half));
-    return x;
-}
+FLOAT_OF(from_half, (unsigned int half), "cvt.f32.f16 %0, %1;", "h"((unsigned short)half))
 
 // Rounds two floats to two e4m3 bytes, to nearest even, clamped to 448; `low` goes to the lower byte.
 DEVICE unsigned int to_e4m3x2(float low, float high) {
@@ -43,52 +41,22 @@ DEVICE unsigned int to_e5m2x2(float low, float high) {
 }
 
 // Converts two e4m3 bytes to two fp16 in one word, exactly.
-DEVICE unsigned int from_e4m3x2(unsigned int packed) {
-    unsigned int halves;
-    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"((unsigned short)packed));
-    return halves;
-}
+WORD_OF(from_e4m3x2, (unsigned int packed), "cvt.rn.f16x2.e4m3x2 %0, %1;", "h"((unsigned short)packed))
 
 // Differences and products of two packed bf16 or fp16, each rounded once (bf16: sm_90 and newer).
-DEVICE unsigned int subtract_bf16x2(unsigned int a, unsigned int b) {
-    unsigned int result;
-    asm("sub.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-}
-DEVICE unsigned int multiply_bf16x2(unsigned int a, unsigned int b) {
-    unsigned int result;
-    asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-}
-DEVICE unsigned int subtract_half2(unsigned int a, unsigned int b) {
-    unsigned int result;
-    asm("sub.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-}
-DEVICE unsigned int multiply_half2(unsigned int a, unsigned int b) {
-    unsigned int result;
-    asm("mul.rn.f16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-}
+WORD_OF(subtract_bf16x2, (unsigned int a, unsigned int b), "sub.rn.bf16x2 %0, %1, %2;", "r"(a), "r"(b))
+WORD_OF(multiply_bf16x2, (unsigned int a, unsigned int b), "mul.rn.bf16x2 %0, %1, %2;", "r"(a), "r"(b))
+WORD_OF(subtract_half2, (unsigned int a, unsigned int b), "sub.rn.f16x2 %0, %1, %2;", "r"(a), "r"(b))
+WORD_OF(multiply_half2, (unsigned int a, unsigned int b), "mul.rn.f16x2 %0, %1, %2;", "r"(a), "r"(b))
 
 // The larger of the magnitudes in each half, as bf16; NaN does not count.
-DEVICE unsigned int larger_magnitudes(unsigned int a, unsigned int b) {
-    unsigned int result;
-    asm("max.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-}
+WORD_OF(larger_magnitudes, (unsigned int a, unsigned int b), "max.xorsign.abs.bf16x2 %0, %1, %2;", "r"(a), "r"(b))
 
 // a * b + c of two packed numbers, rounded once; subnormal numbers are kept.
-DEVICE unsigned int fma_bf16x2(unsigned int a, unsigned int b, unsigned int c) {
-    unsigned int result;
-    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-    return result;
-}
-DEVICE unsigned int fma_half2(unsigned int a, unsigned int b, unsigned int c) {
-    unsigned int result;
-    asm("fma.rn.f16x2 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(c));
-    return result;
-}
+WORD_OF(fma_bf16x2, (unsigned int a, unsigned int b, unsigned int c), "fma.rn.bf16x2 %0, %1, %2, %3;",
+        "r"(a), "r"(b), "r"(c))
+WORD_OF(fma_half2, (unsigned int a, unsigned int b, unsigned int c), "fma.rn.f16x2 %0, %1, %2, %3;",
+        "r"(a), "r"(b), "r"(c))
 
 // The largest `x` of the warp in one instruction (sm_80 and newer).
 DEVICE unsigned int warp_max(unsigned int x) {
@@ -107,11 +75,7 @@ DEVICE int warp_sum(int x) {
 DEVICE void add_to(long long *sum, long long x) { atomicAdd((unsigned long long *)sum, (unsigned long long)x); }
 
 // The larger of |a| and |b|; NaN if either is one.
-DEVICE float larger_magnitude(float a, float b) {
-    float result;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(fabsf(a)), "f"(fabsf(b)));
-    return result;
-}
+FLOAT_OF(larger_magnitude, (float a, float b), "max.NaN.f32 %0, %1, %2;", "f"(fabsf(a)), "f"(fabsf(b)))
 
 // The larger of each 16-bit half, in one instruction on sm_90 and newer.
 DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
@@ -124,33 +88,13 @@ DEVICE unsigned int larger_halves(unsigned int a, unsigned int b) {
 #endif
 }
 
-DEVICE unsigned int larger_signed_halves(unsigned int a, unsigned int b) {
-    unsigned int result;
-    asm("max.s16x2 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
-    return result;
-}
+WORD_OF(larger_signed_halves, (unsigned int a, unsigned int b), "max.s16x2 %0, %1, %2;", "r"(a), "r"(b))
 
 // Rounded to nearest even and without flushing subnormal numbers, whatever the compiler's options are.
-DEVICE float multiply_exactly(float a, float b) {
-    float result;
-    asm("mul.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-DEVICE float fma_exactly(float a, float b, float c) {
-    float result;
-    asm("fma.rn.f32 %0, %1, %2, %3;" : "=f"(result) : "f"(a), "f"(b), "f"(c));
-    return result;
-}
-DEVICE float divide_exactly(float a, float b) {
-    float result;
-    asm("div.rn.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
-    return result;
-}
-DEVICE float reciprocal_exactly(float x) {
-    float result;
-    asm("rcp.rn.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
+FLOAT_OF(multiply_exactly, (float a, float b), "mul.rn.f32 %0, %1, %2;", "f"(a), "f"(b))
+FLOAT_OF(fma_exactly, (float a, float b, float c), "fma.rn.f32 %0, %1, %2, %3;", "f"(a), "f"(b), "f"(c))
+FLOAT_OF(divide_exactly, (float a, float b), "div.rn.f32 %0, %1, %2;", "f"(a), "f"(b))
+FLOAT_OF(reciprocal_exactly, (float x), "rcp.rn.f32 %0, %1;", "f"(x))
 
 // |a| * b, at most 1; NaN becomes 0.
 DEVICE float saturated_product(float a, float b) { return __saturatef(fabsf(a) * b); }
@@ -173,34 +117,18 @@ DEVICE float clamped_product(float a, float b) { return __saturatef(a * b); }
 DEVICE float add_down(float a, float b) { return __fadd_rd(a, b); }
 
 // 1 / x and a / b with an error of up to two units in the last place, for |x| and |b| in 2**-126 .. 2**126.
-DEVICE float reciprocal(float x) {
-    float result;
-    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
+FLOAT_OF(reciprocal, (float x), "rcp.approx.ftz.f32 %0, %1;", "f"(x))
 DEVICE float quotient(float a, float b) { return a * reciprocal(b); }
 
 // e to the power of x, with an error of about 2**-21 (2 + |x|).
 DEVICE float exponential(float x) { return __expf(x); }
 
 // The root of x, with an error of up to two units in the last place; NaN for negative x.
-DEVICE float approximate_root(float x) {
-    float result;
-    asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
+FLOAT_OF(approximate_root, (float x), "sqrt.approx.ftz.f32 %0, %1;", "f"(x))
 
 // 2^x and log2(x), with an error of about 2**-22, relative for 2^x.
-DEVICE float power_of_2(float x) {
-    float result;
-    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
-DEVICE float logarithm_2(float x) {
-    float result;
-    asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
-    return result;
-}
+FLOAT_OF(power_of_2, (float x), "ex2.approx.ftz.f32 %0, %1;", "f"(x))
+FLOAT_OF(logarithm_2, (float x), "lg2.approx.ftz.f32 %0, %1;", "f"(x))
 
 // `high` shifted left; the highest bits of `low` fill its lowest bits.
 DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { return __funnelshift_l(low, high, bits); }
@@ -209,18 +137,12 @@ DEVICE unsigned int shift_in(unsigned int high, unsigned int low, int bits) { re
 DEVICE unsigned int shift_out(unsigned int low, unsigned int high, int bits) { return __funnelshift_r(low, high, bits); }
 
 // Four bytes of b:a, chosen by the four nibbles of the selector; nibble 8 + n gives the sign of byte n eight times.
-DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selector) {
-    unsigned int result;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(a), "r"(b), "r"(selector));
-    return result;
-}
+WORD_OF(permute, (unsigned int a, unsigned int b, unsigned int selector), "prmt.b32 %0, %1, %2, %3;",
+        "r"(a), "r"(b), "r"(selector))
 
 // (x & mask) | y in one instruction.
-DEVICE unsigned int masked_or(unsigned int x, unsigned int mask, unsigned int y) {
-    unsigned int result;
-    asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(x), "r"(mask), "r"(y));
-    return result;
-}
+WORD_OF(masked_or, (unsigned int x, unsigned int mask, unsigned int y), "lop3.b32 %0, %1, %2, %3, 0xea;",
+        "r"(x), "r"(mask), "r"(y))
 
 DEVICE unsigned int byte_of(unsigned int word, int i) { return permute(word, 0, 0x4440 | i); }
 
@@ -290,37 +212,25 @@ DEVICE T constant_load(const T *p) {
 }
 
 // (x & mask) ^ bits in one instruction, also if both are constants.
-DEVICE unsigned int masked_xor(unsigned int x, unsigned int mask, unsigned int bits) {
-    unsigned int result;
-    asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(x), "r"(mask), "r"(bits));
-    return result;
-}
+WORD_OF(masked_xor, (unsigned int x, unsigned int mask, unsigned int bits), "lop3.b32 %0, %1, %2, %3, 0x6a;",
+        "r"(x), "r"(mask), "r"(bits))
+
+#define WARP_MULTIPLY(name, type, constraint, shape) \
+    DEVICE void name(type (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3, \
+                     unsigned int b0, unsigned int b1) { \
+        asm("mma.sync.aligned." shape " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" \
+            : constraint(sums[0]), constraint(sums[1]), constraint(sums[2]), constraint(sums[3]) \
+            : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1)); \
+    }
 
 // sums += a * b by a warp, 16 x 16 times 16 x 8 (sm_80 and newer). Lane 4 g + t holds
 //   of a     columns 2 t, 2 t + 1 of rows g and g + 8, then columns 2 t + 8, 2 t + 9 of both;
 //   of b     rows 2 t, 2 t + 1 of column g, then rows 2 t + 8, 2 t + 9;
 //   of sums  columns 2 t, 2 t + 1 of row g, then of row g + 8.
-DEVICE void warp_multiply_bf16(float (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
-                               unsigned int b0, unsigned int b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-DEVICE void warp_multiply_half(float (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
-                               unsigned int b0, unsigned int b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-        "{%0, %1, %2, %3};"
-        : "+f"(sums[0]), "+f"(sums[1]), "+f"(sums[2]), "+f"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+WARP_MULTIPLY(warp_multiply_bf16, float, "+f", "m16n8k16.row.col.f32.bf16.bf16.f32")
+WARP_MULTIPLY(warp_multiply_half, float, "+f", "m16n8k16.row.col.f32.f16.f16.f32")
 
 // The same for bytes with a sign, 16 x 32 times 32 x 8. Lane 4 g + t holds
 //   of a     columns 4 t to 4 t + 3 of rows g and g + 8, then columns 4 t + 16 to 4 t + 19 of both;
 //   of b     rows 4 t to 4 t + 3 of column g, then rows 4 t + 16 to 4 t + 19.
-DEVICE void warp_multiply_s8(int (&sums)[4], unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
-                             unsigned int b0, unsigned int b1) {
-    asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-        : "+r"(sums[0]), "+r"(sums[1]), "+r"(sums[2]), "+r"(sums[3])
-        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
+WARP_MULTIPLY(warp_multiply_s8, int, "+r", "m16n8k32.row.col.s32.s8.s8.s32")
