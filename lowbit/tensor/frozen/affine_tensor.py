@@ -366,17 +366,22 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
                 found["input_zero_point"] = ((1, 1), _zero_point_dtype(self.activation))
         return found
 
+    def _as_stored(self, values: Tensor) -> tuple[AffineTensor, Tensor]:
+        """The tensor that holds these codes and is not transposed, and `values` [..., N, K] as it holds them."""
+        return (self._transposed(), values.transpose(-2, -1)) if self.transposed else (self, values)
+
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         """Raises ValueError for NaN and infinite values, since one makes its whole block useless."""
+        weight, stored = self._as_stored(values)
+        if type(weight) is not type(self):
+            return weight._encode(stored)
         is_known = not values.is_meta and not torch.compiler.is_compiling()
         if is_known and (bad := count_nonfinite(values)):
             raise ValueError(
                 f"{bad} NaN or infinite values of {values.numel()} cannot be written into {self!r}: repair or reload "
                 "them first"
             )
-        if self.transposed:
-            values = values.transpose(-2, -1)
-        found = type(self)._encode_as(values, self.spec, self.scale.dtype)
+        found = type(self)._encode_as(stored, self.spec, self.scale.dtype)
         check_reach(self.spec, found)
         return {**found, **self._of_input()}
 
@@ -418,6 +423,10 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         """
         if values.shape != self.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")
+        weight, stored = self._as_stored(values)
+        if type(weight) is not type(self):
+            weight.requantize_(stored)
+            return
         check_weight(values, f"the new value of {type(self).__name__} {tuple(self.shape)}")
         warnings.warn(
             f"{type(self).__name__} of {self.spec.format} takes new values, rounded to its own codes: changes below "
@@ -426,10 +435,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             "lowbit.dequantize_(model) before merging",
             stacklevel=1,  # this line, so that all weights together warn once
         )
-        weight: AffineTensor = self
-        if self.transposed:
-            weight, values = self._transposed(), values.transpose(-2, -1)
-        requantize(weight, values)
+        requantize(weight, stored)
 
     def holds(self, values: Tensor) -> bool:
         if self.flat_from is not None:

@@ -90,8 +90,8 @@ class ConvTensor(AffineTensor):
     def _stored_values(self) -> Tensor:
         return super()._stored_values().view(self.shape)
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        return self.matrix._encode(values.flatten(1))
+    def _as_stored(self, values: Tensor) -> tuple[AffineTensor, Tensor]:
+        return self.matrix, values.flatten(1)
 
     def _blocks_along(self, dim: int) -> int:
         return self.matrix._blocks_along(dim)
@@ -129,11 +129,6 @@ class ConvTensor(AffineTensor):
 
     def holds(self, values: Tensor) -> bool:
         return self.matrix.holds(values.flatten(1))
-
-    def requantize_(self, values: Tensor) -> None:
-        if values.shape != self.shape:
-            raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")
-        self.matrix.requantize_(values.flatten(1))
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

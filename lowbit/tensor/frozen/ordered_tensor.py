@@ -79,18 +79,13 @@ class OrderedTensor(AffineTensor):
     def _order_of(self, values: Tensor) -> Tensor:
         return self.order.long().expand_as(values)
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        stored = values.transpose(-2, -1) if self.transposed else values
-        weight = self._transposed() if self.transposed else self
-        return {**weight.sorted_matrix._encode(weight.in_order(stored)), "order": self.order}
-
-    def requantize_(self, values: Tensor) -> None:
-        if values.shape != self.shape:
-            raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")
+    def _as_stored(self, values: Tensor) -> tuple[AffineTensor, Tensor]:
         if self.transposed:
-            self._transposed().requantize_(values.transpose(-2, -1))
-        else:
-            self.sorted_matrix.requantize_(self.in_order(values))
+            return self._transposed()._as_stored(values.transpose(-2, -1))
+        return self.sorted_matrix, self.in_order(values)
+
+    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        return {**super()._encode(values), "order": self.order}
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         found = super().inner_shapes(shape)

@@ -90,18 +90,10 @@ class RotatedTensor(AffineTensor):
             return super().rounded_input(x)
         return self.rotated(self.activation.fake_quantize(self.rotated(x)))
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        stored = values.transpose(-2, -1) if self.transposed else values
-        weight = self._transposed() if self.transposed else self
-        return weight.rotated_matrix._encode(self.rotated(stored))
-
-    def requantize_(self, values: Tensor) -> None:
-        if values.shape != self.shape:
-            raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")
+    def _as_stored(self, values: Tensor) -> tuple[AffineTensor, Tensor]:
         if self.transposed:
-            self._transposed().requantize_(values.transpose(-2, -1))
-        else:
-            self.rotated_matrix.requantize_(self.rotated(values))
+            return self._transposed()._as_stored(values.transpose(-2, -1))
+        return self.rotated_matrix, self.rotated(values)
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         inputs = self.ndim - (2 if self.transposed else 1)
