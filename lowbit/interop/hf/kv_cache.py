@@ -293,16 +293,8 @@ class QuantizedSlidingLayer(QuantizedLayer):
 
     is_sliding = True
     ring = True
-
-    def __init__(
-        self,
-        max_cache_len: int,
-        config: PreTrainedConfig,
-        key_dtype: torch.dtype,
-        value_dtype: torch.dtype,
-    ) -> None:
-        super().__init__(max_cache_len, config, key_dtype, value_dtype)
-        self.cumulative_length_int = 0  # the sizes of masks depend on it
+    cumulative_length_int = 0
+    """Tokens seen; the sizes of masks depend on it."""
 
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
