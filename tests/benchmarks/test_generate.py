@@ -15,6 +15,12 @@ SHAPE = {
 }
 
 
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("benchmarks.generate.NEW", 6)
+
+
+@pytest.mark.usefixtures("few_tokens")
 def test_a_table_of_a_tiny_model() -> None:
     pytest.importorskip("transformers")
     check_peers("cpu")

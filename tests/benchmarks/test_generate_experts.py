@@ -5,9 +5,10 @@ import pytest
 from benchmarks.generate import GENERATE_TABLE, OWN_LOOP, PLAIN
 from benchmarks.generate_experts import CONVERSIONS, Mixture
 from benchmarks.registry import Problem, Result, Row
-from tests.benchmarks.test_generate import SHAPE
+from tests.benchmarks.test_generate import SHAPE, few_tokens  # noqa: F401
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_a_table_of_a_tiny_mixture() -> None:
     pytest.importorskip("transformers")
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128}
