@@ -35,38 +35,25 @@ DEVICE void barrier_arrive(uint32 barrier, uint32 rank) {
     asm volatile(
         "{\n.reg .b32 remote;\n"
         "mapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier),
-        "r"(rank)
-        : "memory");
+        "mbarrier.arrive.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank) : "memory");
 }
+
+#define BARRIER_WAIT(name, acquire) \
+    DEVICE void name(uint32 barrier, uint32 parity) { \
+        uint32 over; \
+        do { \
+            asm volatile( \
+                "{\n.reg .pred p;\n" \
+                "mbarrier.try_wait.parity" acquire ".shared::cta.b64 p, [%1], %2;\n" \
+                "selp.u32 %0, 1, 0, p;\n}" : "=r"(over) : "r"(barrier), "r"(parity) : "memory"); \
+        } while (!over); \
+    }
 
 // Waits until the phase of this parity is over. A new barrier counts as having finished a phase of parity 1.
-DEVICE void barrier_wait(uint32 barrier, uint32 parity) {
-    uint32 over;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(over)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!over);
-}
+BARRIER_WAIT(barrier_wait, "")
 
 // The same with acquire at cluster scope: for data that other blocks sent to this block's shared memory.
-DEVICE void barrier_wait_after(uint32 barrier, uint32 parity) {
-    uint32 over;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\n"
-            "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], %2;\n"
-            "selp.u32 %0, 1, 0, p;\n}"
-            : "=r"(over)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!over);
-}
+BARRIER_WAIT(barrier_wait_after, ".acquire.cluster")
 
 // Named barrier 1..15: waits for `threads` threads of the block, which are whole warps.
 DEVICE void named_barrier_sync(int id, int threads) {
@@ -100,9 +87,8 @@ DEVICE void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
         "{\n.reg .b32 to, at;\n"
         "mapa.shared::cluster.u32 to, %0, %2;\n"
         "mapa.shared::cluster.u32 at, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [at];\n}" ::"r"(address),
-        "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w)
-        : "memory");
+        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [at];\n}" ::
+            "r"(address), "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
 }
 
 // ---- launches that overlap -------------------------------------------------------------------------------------------
@@ -116,16 +102,12 @@ DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" 
 
 // ---- TMA -------------------------------------------------------------------------------------------------------------
 
-DEVICE void prefetch(const TensorMap &map) {
-    asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
-}
+DEVICE void prefetch(const TensorMap &map) { asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory"); }
 
 // Copies `bytes` from global to shared memory and counts them for `barrier`. All are multiples of 16.
 DEVICE void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier) {
-    asm volatile(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
-        "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier)
-        : "memory");
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+                     "r"(to), "l"(__cvta_generic_to_global(from)), "r"(bytes), "r"(barrier) : "memory");
 }
 
 // Copies the box of `map` that begins at column x, row y to shared memory; its bytes count for `barrier`. Elements
@@ -133,9 +115,7 @@ DEVICE void load_bulk(uint32 to, const void *from, uint32 bytes, uint32 barrier)
 DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barrier) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], [%4];" ::
-            "r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(barrier)
-        : "memory");
+            "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier) : "memory");
 }
 
 // Prefetches that box into the L2 cache.
@@ -147,16 +127,14 @@ DEVICE void prefetch_box(const TensorMap &map, int x, int y) {
 DEVICE void load_box(const TensorMap &map, int x, int y, uint32 to, uint32 barrier, unsigned short blocks) {
     asm volatile(
         "cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.multicast::cluster "
-        "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(to),
-        "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(blocks)
-        : "memory");
+        "[%0], [%1, {%2, %3}], [%4], %5;" ::
+            "r"(to), "l"(&map), "r"(x), "r"(y), "r"(barrier), "h"(blocks) : "memory");
 }
 
 // Copies shared memory to the box of `map` at column x, row y; elements outside the matrix are not written.
 DEVICE void store_box(const TensorMap &map, int x, int y, uint32 from) {
-    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::"l"(&map),
-                 "r"(x), "r"(y), "r"(from)
-                 : "memory");
+    asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.tile.bulk_group [%0, {%1, %2}], [%3];" ::
+                     "l"(&map), "r"(x), "r"(y), "r"(from) : "memory");
 }
 DEVICE void store_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 
@@ -203,30 +181,24 @@ DEVICE void take_registers() {
 // Stores four 8x8 matrices of 16-bit elements to shared memory. A lane holds two elements of each matrix in one word;
 // lane i gives the address of row i % 8 of matrix i / 8.
 DEVICE void store_matrices(uint32 address, uint32 a, uint32 b, uint32 c, uint32 d) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a), "r"(b),
-                 "r"(c), "r"(d)
-                 : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::
+                     "r"(address), "r"(a), "r"(b), "r"(c), "r"(d) : "memory");
 }
 
-// Stores, and loads, the same with each matrix transposed; load_matrices does not transpose.
+// The same with each matrix transposed.
 DEVICE void store_matrices_transposed(uint32 address, const uint32 (&x)[4]) {
-    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(x[0]),
-                 "r"(x[1]), "r"(x[2]), "r"(x[3])
-                 : "memory");
-}
-DEVICE void load_matrices_transposed(uint32 address, uint32 (&x)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(address)
-                 : "memory");
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::
+                     "r"(address), "r"(x[0]), "r"(x[1]), "r"(x[2]), "r"(x[3]) : "memory");
 }
 
-DEVICE void load_matrices(uint32 address, uint32 (&x)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
-                 : "r"(address)
-                 : "memory");
-}
+// Loads four such matrices, as they are and transposed.
+#define LOAD_MATRICES(name, transposed) \
+    DEVICE void name(uint32 address, uint32 (&x)[4]) { \
+        asm volatile("ldmatrix.sync.aligned.m8n8.x4" transposed ".shared.b16 {%0, %1, %2, %3}, [%4];" \
+                     : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3]) : "r"(address) : "memory"); \
+    }
+LOAD_MATRICES(load_matrices, "")
+LOAD_MATRICES(load_matrices_transposed, ".trans")
 
 DEVICE uint32 shared_word(uint32 address) {
     uint32 x;
@@ -236,9 +208,7 @@ DEVICE uint32 shared_word(uint32 address) {
 DEVICE uint4 shared_vector(uint32 address) {
     uint4 x;
     asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-                 : "r"(address)
-                 : "memory");
+                 : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(address) : "memory");
     return x;
 }
 // Loads 1, 2 or 4 words.
