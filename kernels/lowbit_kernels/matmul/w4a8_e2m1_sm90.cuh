@@ -66,21 +66,10 @@ struct Consumer {
 
     // Unpacks the codes in the ring's present slot.
     MEMBER void unpack(Operand &a, const Exponents &own) const {
-        const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 + lane % 8;
-        barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-        const uint32 stage = shared_address(shared.stage[ring.slot]);
-        // The TMA has swizzled units of 16 bytes.
-        const uint32 at = stage + line * PITCH + (lane / 8 ^ lane % 8 / 2) * 16;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            uint32 words[STEPS];
-            load_matrices(at + i * 8 * PITCH, words);
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const uint32 below = top[i] - byte_of(own.of[i], step);
-                numbers_of(words[step], shared.numbers[min(below, (uint32)OCTAVES)], a[step][i], a[step][i + 2]);
-            }
-        }
+        each_word(shared, ring, [&](uint32 word, int step, int i) {
+            const uint32 below = top[i] - byte_of(own.of[i], step);
+            numbers_of(word, shared.numbers[min(below, (uint32)OCTAVES)], a[step][i], a[step][i + 2]);
+        });
     }
 
     // Adds the sums of PERIOD chunks. Products are not in flight when it ends: across iterations of a loop, the compiler

@@ -70,22 +70,11 @@ struct Consumer {
 
     // Unpacks the codes in the ring's present slot.
     MEMBER void unpack(Operand &a, const Fetched &groups) const {
-        const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 + lane % 8;
-        barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-        const uint32 stage = shared_address(shared.stage[ring.slot]);
-        // The TMA has swizzled units of 16 bytes.
-        const uint32 at = stage + line * PITCH + (lane / 8 ^ lane % 8 / 2) * 16;
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-            uint32 words[STEPS];
-            load_matrices(at + i * 8 * PITCH, words);
-#pragma unroll
-            for (int step = 0; step < STEPS; ++step) {
-                const int own = groups.zero[step * PARTS / STEPS][i];
-                a[step][i] = four_of<false, ZERO>(words[step], own);
-                a[step][i + 2] = four_of<true, ZERO>(words[step], own);
-            }
-        }
+        each_word(shared, ring, [&](uint32 word, int step, int i) {
+            const int own = groups.zero[step * PARTS / STEPS][i];
+            a[step][i] = four_of<false, ZERO>(word, own);
+            a[step][i + 2] = four_of<true, ZERO>(word, own);
+        });
     }
 
     // Begins the products of a part of a chunk.

@@ -76,6 +76,23 @@ struct Ring {
     }
 };
 
+// Gives `unpack` this thread's words of codes in the ring's present slot, each with its step, for its two rows.
+template <typename Unpack>
+DEVICE void each_word(Shared &shared, const Ring &ring, const Unpack &unpack) {
+    const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * 16 + lane % 8;
+    barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+    const uint32 stage = shared_address(shared.stage[ring.slot]);
+    // The TMA has swizzled units of 16 bytes.
+    const uint32 at = stage + line * PITCH + (lane / 8 ^ lane % 8 / 2) * 16;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+        uint32 words[STEPS];
+        load_matrices(at + i * 8 * PITCH, words);
+#pragma unroll
+        for (int step = 0; step < STEPS; ++step) unpack(words[step], step, i);
+    }
+}
+
 // The tokens in a slot, as an operand of the units; the same in all lanes of a warp.
 DEVICE uint32 tokens_at(Shared &shared, int slot) {
     return __shfl_sync(0xffffffff, operand(shared_address(shared.stage[slot]) + CODE_BYTES), 0);
