@@ -20,9 +20,9 @@ LARGE, SMALL, SPLIT = W4A8Division(128), W4A8Division(64), W4A8Division(64, spli
 SHAPES = [
     (5, 140, 256, torch.bfloat16, LARGE),
     # groups that are not a multiple of four, two tiles of tokens
-    (130, 72, 1120, torch.float16, LARGE),
+    (130, 72, 608, torch.float16, LARGE),
     (70, 300, 160, torch.bfloat16, SMALL),
-    (3, 520, 2080, torch.bfloat16, LARGE),  # more tiles than clusters
+    (3, 300, 1056, torch.bfloat16, LARGE),  # more tiles than clusters
     (40, 131, 1024, torch.bfloat16, SPLIT),
 ]
 
