@@ -292,11 +292,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
 
     def _is_stored_like(self, other: Tensor) -> bool:
         """True if the inner tensors of both have the same meaning, so that `copy_` copies them one by one."""
-        return (
-            isinstance(other, LowbitTensor)
-            and type(self) is type(other)
-            and self.meta() == other.meta()
-        )
+        return type(self) is type(other) and self.meta() == other.meta()
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """True if `copy_` from `other`, which is stored differently, copies inner tensors and metadata."""
@@ -374,10 +370,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     ) -> Self:
         """A tensor of `shape`, which differs from this one's in dimension 0 only. `make`: torch.zeros, torch.empty."""
         shapes = self.inner_shapes(shape)
-        tensors = {
-            name: make(shapes[name][0], dtype=shapes[name][1], device=device)
-            for name in self.inner_tensors()
-        }
+        own = [(name, *shapes[name]) for name in self.inner_tensors()]
+        tensors = {name: make(size, dtype=kind, device=device) for name, size, kind in own}
         return self._with(tensors, shape, dtype)
 
     def _pad_rows(self, rows: int) -> Self:

@@ -562,14 +562,9 @@ def _arranged(x: Any, weight: Any) -> Tensor | None:
 def _of_inputs_first(input: Any, other: Any, out: Any = None) -> Tensor | None:
     """x @ weight [K, N] that rounds its inputs, by the linear of its transpose; None for others."""
     is_weight = isinstance(other, AffineTensor) and other.ndim == 2 and not other.transposed
-    if (
-        not is_weight
-        or isinstance(input, LowbitTensor)
-        or not other.rounds_inputs
-        or out is not None
-    ):
+    if not is_weight or isinstance(input, LowbitTensor) or out is not None:
         return None
-    return F.linear(input, other.t())
+    return F.linear(input, other.t()) if other.rounds_inputs else None
 
 
 def _added_of_inputs_first(input: Any, mat1: Any, mat2: Any, **others: Any) -> Tensor | None:
@@ -591,9 +586,8 @@ def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
     """Both operands of a product of stacked weights [E, K, N], which runs in high precision: x rounded as the weight's
     products round it, and the weight without that rule."""
     if isinstance(x, AffineTensor) and not isinstance(weight, LowbitTensor) and weight.ndim == 3:
-        inputs, plain = _rounded_for_experts(
-            weight.transpose(-2, -1), x
-        )  # experts [E, N, K] from the left
+        # experts [E, N, K] from the left
+        inputs, plain = _rounded_for_experts(weight.transpose(-2, -1), x)
         return plain, inputs.transpose(-2, -1)
     is_stack = isinstance(weight, AffineTensor) and weight.ndim == 3
     if not is_stack or isinstance(x, LowbitTensor):
