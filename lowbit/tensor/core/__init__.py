@@ -7,6 +7,7 @@
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
 
+from lowbit.tensor.core.adapted_stack import GROUPED as GROUPED
 from lowbit.tensor.core.base import CodesByRow as CodesByRow
 from lowbit.tensor.core.base import InnerShapes as InnerShapes
 from lowbit.tensor.core.base import LowbitTensor as LowbitTensor
@@ -20,7 +21,6 @@ from lowbit.tensor.core.base_ops import copy_ as copy_
 from lowbit.tensor.core.base_ops import looked_up as looked_up
 from lowbit.tensor.core.base_ops import product_below_autograd as product_below_autograd
 from lowbit.tensor.core.base_ops import to_copy as to_copy
-from lowbit.tensor.core.contracted import GROUPED as GROUPED
 from lowbit.tensor.core.contracted import MATMULS as MATMULS
 from lowbit.tensor.core.contracted import of_stack as of_stack
 from lowbit.tensor.core.contracted import of_swapped as of_swapped

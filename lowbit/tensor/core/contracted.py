@@ -19,7 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from lowbit.tensor.core.adapted_stack import adapted_stack
 
 ACCEPTED = (
     "accepted: two operands, of which one is the weight, that share its last dimension or the one before, such as "
@@ -29,8 +30,7 @@ MATMULS = (
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__),
     *(torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
 )
-GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
-"""torch's functions that multiply by a weight as the second operand, and those of experts."""
+"""torch's functions that multiply by a weight as the second operand."""
 
 
 class NoProduct(NotImplementedError):
@@ -109,7 +109,7 @@ def _multi_dot(low: type, tensors: Sequence[Any], *, out: Any = None) -> Tensor:
 
 def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
     """beta · input + alpha · multiply(a, b), as torch.addmv, addbmm and baddbmm. A weight as `input` is dequantized,
-    as in any sum: PEFT adds an adapter to a parameter so."""
+    as in any sum; frozen experts, to which PEFT adds an adapter so, when something reads the sum."""
 
     def run(
         low: type, input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
@@ -117,35 +117,17 @@ def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
         if out is not None:
             held: Any = next(t for t in (input, a, b) if isinstance(t, low))
             raise held._unsupported("a sum with a product with out=")
-        if multiply is torch.bmm and beta == 1 and _is_frozen(input):
-            values = input.dequantize()
-            if (y := _baddbmm_(values, a, b, alpha)) is not None:
-                return y
-            input = values
+        if multiply is torch.bmm and beta == 1 and getattr(input, "stored_as", None) is not None:
+            kind = input.device.type
+            if torch.is_autocast_enabled(kind):
+                a, b = (t.to(torch.get_autocast_dtype(kind)) for t in (a, b))
+            if (lazy := adapted_stack(input, a, b, alpha)) is not None:
+                return lazy
         y = multiply(a, b)
         y = y if alpha == 1 else alpha * y
         return y if beta == 0 else (input if beta == 1 else beta * input) + y
 
     return run
-
-
-def _is_frozen(weight: Any) -> bool:
-    """True for a packed weight whose values have memory of their own each time, and no gradient."""
-    return getattr(weight, "stored_as", None) is not None
-
-
-def _baddbmm_(values: Tensor, a: Any, b: Any, alpha: float) -> Tensor | None:
-    """values + alpha · bmm(a, b) in the memory of `values`, a stack that is not used again; None where the sum has
-    another dtype or shape."""
-    kind = values.device.type
-    if torch.is_autocast_enabled(kind):
-        a, b = (t.to(torch.get_autocast_dtype(kind)) for t in (a, b))
-    fits = type(a) is type(b) is type(values) is Tensor and a.ndim == b.ndim == 3
-    if not fits or not a.dtype == b.dtype == values.dtype:
-        return None
-    if values.shape != (a.shape[0], a.shape[1], b.shape[2]):
-        return None
-    return values.baddbmm_(a, b, alpha=alpha)
 
 
 def _labels(equation: str, ndims: Sequence[int]) -> list[str] | None:
