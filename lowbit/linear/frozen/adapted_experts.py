@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from lowbit.linear.frozen.checks import check_first_derivative
 from lowbit.linear.operands import Kept, RoundedLinear
+from lowbit_kernels.matmul.add_grouped_mm import add_grouped_mm_
 
 RANKS = 8
 """torch's grouped products take ranks that are multiples of it, in 16 bits."""
@@ -92,7 +93,5 @@ def _readable(factor: Tensor) -> Tensor:
 
 def _add(y: Tensor, t: Tensor, b: Tensor, scale: float, offsets: Tensor) -> Tensor:
     """y + scale · t · B, in the memory of y unless a mode keeps results, such as selective checkpointing."""
-    product = torch._grouped_mm(t, _readable(b), offs=offsets)
-    if _dispatch_modes():
-        return torch.add(y, product, alpha=scale)
-    return y.add_(product, alpha=scale)
+    y = y.clone() if _dispatch_modes() else y
+    return add_grouped_mm_(y, t, b, offsets, scale)

@@ -1,0 +1,101 @@
+"""Products of experts with few terms, such as those of adapters, added to a result in its memory.
+
+    y[m, n] += scale * sum_r a[m, r] * b[e, r, n]      for offsets[e - 1] <= m < offsets[e]
+
+    y         bfloat16, float16 or float32 [M, N], contiguous
+    a         y's dtype [M, R]
+    b         y's dtype [E, R, N], any strides
+    offsets   int32 [E], ascending, 0 to M. Rows from the last one on stay.
+
+Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. Elsewhere PyTorch stores the
+product first, and adds it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit_kernels.matmul.grouped_mm_triton import find_tile
+from lowbit_kernels.runtime.launches import ran
+from lowbit_kernels.runtime.triton_runtime import jit, launch_kept, runs_on, tl, triton
+
+ROWS, COLUMNS, WARPS = 64, 256, 4
+"""A program's part of y."""
+MOST_TERMS = 128
+"""The largest R of the kernel."""
+
+
+@jit
+def _kernel(
+    y,
+    a,
+    b,
+    offsets,
+    scale,
+    m,
+    n,
+    terms,
+    experts,
+    a_stride,
+    b_expert,
+    b_term,
+    b_column,
+    TERMS: tl.constexpr,  # a power of two, at least `terms`
+    EXPERTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):
+    expert, tile, start, end = find_tile(offsets, m, experts, tl.program_id(1), EXPERTS, BLOCK_M)
+    if expert < experts:
+        rows = start.to(tl.int64) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
+        columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+        term = tl.arange(0, TERMS)
+        row_inside, column_inside = (rows < end)[:, None], (columns < n)[None, :]
+        at = y + rows[:, None] * n + columns[None, :]
+        old = tl.load(at, mask=row_inside & column_inside, other=0.0)
+        x = tl.load(
+            a + rows[:, None] * a_stride + term[None, :],
+            mask=row_inside & (term < terms)[None, :],
+            other=0.0,
+        )
+        b += expert.to(tl.int64) * b_expert
+        w = tl.load(
+            b + term[:, None] * b_term + columns[None, :].to(tl.int64) * b_column,
+            mask=(term < terms)[:, None] & column_inside,
+            other=0.0,
+        )
+        sums = old.to(tl.float32) + scale * tl.dot(x, w, input_precision="ieee")
+        tl.store(at, sums.to(y.dtype.element_ty), mask=row_inside & column_inside)
+
+
+def add_grouped_mm_(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: float) -> Tensor:
+    """y, changed in place; the module's docstring has shapes, dtypes and the formula.
+
+    Args:
+        y: [M, N], contiguous.
+        a: [M, R].
+        b: [E, R, N].
+        offsets: [E].
+        scale: a number.
+    """
+    (m, n), (experts, terms, _) = y.shape, b.shape
+    if y.numel() == 0 or experts == 0:
+        return y
+    is_plain = a.stride(1) == 1 and y.is_contiguous() and terms <= MOST_TERMS
+    if not (is_plain and runs_on(y.device)):
+        ran("add_grouped_mm", "torch")
+        b = b if 1 in b.stride()[1:] else b.contiguous()
+        return y.add_(torch._grouped_mm(a, b, offs=offsets), alpha=scale)
+    ran("add_grouped_mm", "triton")
+    constants = {
+        "TERMS": max(16, triton.next_power_of_2(terms)),
+        "EXPERTS": triton.next_power_of_2(experts),
+        "BLOCK_M": ROWS,
+        "BLOCK_N": COLUMNS,
+    }
+    grid = triton.cdiv(n, COLUMNS), m // ROWS + experts
+    arguments = (y, a, b, offsets, float(scale), m, n, terms, experts, a.stride(0), *b.stride())
+    with torch.cuda.device_of(y):
+        launch_kept(_kernel, grid, arguments, constants, num_warps=WARPS)
+    return y
