@@ -390,7 +390,7 @@ def test_gradients_through_frozen_experts_take_the_stock_way(family: str) -> Non
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3"])
 def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
-    """PEFT's LoRA of the stacked parameters: it adds a product to the weight, in each call."""
+    """PEFT's LoRA of the stacked parameters: products beside those of the packed stack, which stays as it is."""
     peft = pytest.importorskip("peft")
     make = FAMILIES[family][0]
     model, again = make(), make()
@@ -408,7 +408,11 @@ def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
         for p in adapted[-1].parameters():
             if p.requires_grad:
                 torch.nn.init.normal_(p, std=0.2)
-        adapted[-1](TOKENS, labels=TOKENS).loss.backward()
+        with launches.counted() as calls:
+            adapted[-1](TOKENS, labels=TOKENS).loss.backward()
+        # an output and an input's gradient of each stack, but the first one's inputs need no gradient in the first layer
+        count = calls["add_grouped_mm", "torch"]
+        assert count == 0 if one is plain else count in (2 * len(targets), 2 * len(targets) - 1)
     found, expected = (
         [p.grad for p in one.parameters() if p.requires_grad and p.grad is not None]
         for one in adapted
@@ -419,6 +423,7 @@ def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
     outputs = logits(adapted[0])
     assert relative_error(outputs, logits(adapted[1])) < 1e-5
     assert relative_error(outputs, base) > 1e-3
+    assert torch.equal(logits(copy.deepcopy(adapted[0])), outputs)
     adapted[0].save_pretrained(tmp_path)
     assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path)), outputs)
     assert torch.equal(logits(adapted[0].unload()), base)

@@ -7,8 +7,8 @@
     b         y's dtype [E, R, N], any strides
     offsets   int32 [E], ascending, 0 to M. Rows from the last one on stay.
 
-Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. Elsewhere PyTorch stores the
-product first, and adds it.
+Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. A GPU without Triton, or with
+more than 128 terms, stores the product first, which rounds it too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from lowbit_kernels.matmul.grouped_mm_triton import find_tile
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.triton_runtime import jit, launch_kept, runs_on, tl, triton
 
-ROWS, COLUMNS, WARPS = 64, 256, 4
+ROWS, COLUMNS, WARPS = 32, 256, 4
 """A program's part of y."""
 MOST_TERMS = 128
 """The largest R of the kernel."""
@@ -85,8 +85,7 @@ def add_grouped_mm_(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: flo
     is_plain = a.stride(1) == 1 and y.is_contiguous() and terms <= MOST_TERMS
     if not (is_plain and runs_on(y.device)):
         ran("add_grouped_mm", "torch")
-        b = b if 1 in b.stride()[1:] else b.contiguous()
-        return y.add_(torch._grouped_mm(a, b, offs=offsets), alpha=scale)
+        return _without_kernel(y, a, b, offsets, scale)
     ran("add_grouped_mm", "triton")
     constants = {
         "TERMS": max(16, triton.next_power_of_2(terms)),
@@ -98,4 +97,17 @@ def add_grouped_mm_(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: flo
     arguments = (y, a, b, offsets, float(scale), m, n, terms, experts, a.stride(0), *b.stride())
     with torch.cuda.device_of(y):
         launch_kept(_kernel, grid, arguments, constants, num_warps=WARPS)
+    return y
+
+
+def _without_kernel(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: float) -> Tensor:
+    if y.device.type != "cpu":
+        b = b if 1 in b.stride()[1:] else b.contiguous()
+        inside = torch.arange(len(y), device=y.device).unsqueeze(1) < offsets[-1]
+        return y.add_(torch._grouped_mm(a, b, offs=offsets).where(inside, 0), alpha=scale)
+    start = 0
+    for own, end in zip(b, offsets.tolist(), strict=True):
+        if end > start:
+            y[start:end].addmm_(a[start:end], own, alpha=scale)
+        start = end
     return y

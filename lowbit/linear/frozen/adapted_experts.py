@@ -72,7 +72,8 @@ class AdaptedOperands(NamedTuple):
     ) -> tuple[Tensor | None, ...]:
         offsets, weight, a, b, x, t = kept
         check_first_derivative(grad)
-        grad = grad if grad.stride(-1) == 1 else grad.contiguous()
+        if grad.stride() != (grad.shape[1], 1):  # such as that of a sum, whose rows share their memory
+            grad = grad.clone(memory_format=torch.contiguous_format)
         dx = da = db = None
         if needs[0] or needs[5]:
             of_t = torch._grouped_mm(grad, _readable(b.mT), offs=offsets).mul_(self.scale)

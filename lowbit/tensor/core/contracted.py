@@ -121,8 +121,8 @@ def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
             kind = input.device.type
             if torch.is_autocast_enabled(kind):
                 a, b = (t.to(torch.get_autocast_dtype(kind)) for t in (a, b))
-            if (lazy := adapted_stack(input, a, b, alpha)) is not None:
-                return lazy
+            if (y := adapted_stack(input, a, b, alpha)) is not None:
+                return y
         y = multiply(a, b)
         y = y if alpha == 1 else alpha * y
         return y if beta == 0 else (input if beta == 1 else beta * input) + y
