@@ -7,6 +7,7 @@
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
 
+from lowbit.tensor.core.adapted_stack import ATTRIBUTES as ATTRIBUTES
 from lowbit.tensor.core.adapted_stack import GROUPED as GROUPED
 from lowbit.tensor.core.base import CodesByRow as CodesByRow
 from lowbit.tensor.core.base import InnerShapes as InnerShapes

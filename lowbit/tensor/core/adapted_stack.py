@@ -22,9 +22,13 @@ GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
 _Own = torch._C.DisableTorchFunctionSubclass
 _TRANSPOSES = {torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes}
 _MT = Tensor.mT.__get__  # type: ignore[attr-defined]
-_DESCRIBES = {
+ATTRIBUTES = {
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout")),
     *(getattr(Tensor, name).__get__ for name in ("is_cuda", "is_cpu", "is_meta", "requires_grad")),
+}
+"""How torch reads the attributes of a tensor that describe it."""
+_DESCRIBES = {
+    *ATTRIBUTES,
     *(Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.numel, Tensor.__len__),
     *(Tensor.is_floating_point, torch.is_floating_point, Tensor.element_size),
 }

@@ -118,7 +118,7 @@ def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
             held: Any = next(t for t in (input, a, b) if isinstance(t, low))
             raise held._unsupported("a sum with a product with out=")
         if multiply is torch.bmm and beta == 1 and getattr(input, "stored_as", None) is not None:
-            kind = input.device.type
+            kind = a.device.type
             if torch.is_autocast_enabled(kind):
                 a, b = (t.to(torch.get_autocast_dtype(kind)) for t in (a, b))
             if (y := adapted_stack(input, a, b, alpha)) is not None:
