@@ -410,7 +410,7 @@ def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
                 torch.nn.init.normal_(p, std=0.2)
         with launches.counted() as calls:
             adapted[-1](TOKENS, labels=TOKENS).loss.backward()
-        # an output and an input's gradient of each stack, but the first one's inputs need no gradient in the first layer
+        # an output and an input's gradient of each stack; inputs of the first one may need no gradient
         count = calls["add_grouped_mm", "torch"]
         assert count == 0 if one is plain else count in (2 * len(targets), 2 * len(targets) - 1)
     found, expected = (

@@ -196,6 +196,7 @@ def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 def _products() -> Iterator[tuple[str, Callable[[], Any]]]:
     from lowbit_kernels.matmul import batched_mm, grouped_mm_triton, int8_mm_triton, ternary_mm
+    from lowbit_kernels.matmul.add_grouped_mm import add_grouped_mm_
 
     int8, e4m3, half = torch.int8, torch.float8_e4m3fn, torch.bfloat16
     scales = functools.partial(on_gpu, dtype=torch.float32)
@@ -220,6 +221,10 @@ def _products() -> Iterator[tuple[str, Callable[[], Any]]]:
         of_a = (8, n) if columns else (n,)
         return grouped_mm_triton.grouped_mm(a, b, scales(*of_a), scales(*of_b), offsets, half)
 
+    def add_grouped(rank: int) -> Any:
+        offsets = on_gpu(128, dtype=torch.int32)
+        return add_grouped_mm_(on_gpu(n, k), on_gpu(n, rank), on_gpu(128, k, rank).mT, offsets, 0.5)
+
     def ternary(m: int) -> Any:
         packed = on_gpu(n, k // 4, dtype=torch.uint8)
         args = on_gpu(m, k, dtype=int8), packed, scales(m), scales(1), None, half
@@ -235,6 +240,8 @@ def _products() -> Iterator[tuple[str, Callable[[], Any]]]:
         for columns in (False, True):
             kind = "columns" if columns else "rows"
             yield f"grouped_mm-{kind}-{dtype}", functools.partial(grouped, dtype, columns)
+    for rank in (16, 128):
+        yield f"add_grouped_mm-{rank}", functools.partial(add_grouped, rank)
     for m in (1, 64):
         yield f"ternary_mm-{m}", functools.partial(ternary, m)
     yield from _weight_only()

@@ -7,8 +7,8 @@
     b         y's dtype [E, R, N], any strides
     offsets   int32 [E], ascending, 0 to M. Rows from the last one on stay.
 
-Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. A GPU without Triton, or with
-more than 128 terms, stores the product first, which rounds it too.
+Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. Without Triton, or with more
+than 128 terms, a GPU stores the product first, which rounds it too.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def add_grouped_mm_(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: flo
         "BLOCK_N": COLUMNS,
     }
     grid = triton.cdiv(n, COLUMNS), m // ROWS + experts
-    arguments = (y, a, b, offsets, float(scale), m, n, terms, experts, a.stride(0), *b.stride())
+    sizes = (m, n, terms, experts, a.stride(0), *b.stride())
+    arguments: tuple[Tensor | float, ...] = (y, a, b, offsets, float(scale), *sizes)
     with torch.cuda.device_of(y):
         launch_kept(_kernel, grid, arguments, constants, num_warps=WARPS)
     return y

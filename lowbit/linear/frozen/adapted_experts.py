@@ -21,7 +21,6 @@ from torch.nn import functional as F
 
 from lowbit.linear.frozen.checks import check_first_derivative
 from lowbit.linear.operands import Kept, RoundedLinear
-from lowbit_kernels.matmul.add_grouped_mm import add_grouped_mm_
 
 RANKS = 8
 """torch's grouped products take ranks that are multiples of it, in 16 bits."""
@@ -73,7 +72,10 @@ class AdaptedOperands(NamedTuple):
     ) -> tuple[Tensor | None, ...]:
         offsets, weight, a, b, x, t = kept
         check_first_derivative(grad)
-        if grad.stride() != (grad.shape[1], 1):  # such as that of a sum, whose rows share their memory
+        if grad.stride() != (
+            grad.shape[1],
+            1,
+        ):  # such as that of a sum, whose rows share their memory
             grad = grad.clone(memory_format=torch.contiguous_format)
         dx = da = db = None
         if needs[0] or needs[5]:
@@ -97,5 +99,7 @@ def _readable(factor: Tensor) -> Tensor:
 
 def _add(y: Tensor, t: Tensor, b: Tensor, scale: float, offsets: Tensor) -> Tensor:
     """y + scale · t · B, in the memory of y unless a mode keeps results, such as selective checkpointing."""
+    from lowbit_kernels.matmul.add_grouped_mm import add_grouped_mm_  # imports Triton
+
     y = y.clone() if _dispatch_modes() else y
     return add_grouped_mm_(y, t, b, offsets, scale)

@@ -101,7 +101,7 @@ class AdaptedStack(Tensor):
 
     def __new__(cls, weight: Any, a: Tensor, b: Tensor, scale: float) -> AdaptedStack:
         with _Own():
-            self = Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+            self = Tensor._make_wrapper_subclass(
                 cls, weight.shape, dtype=weight.dtype, device=weight.device
             )
             self.parts, self._whole, self._sum = (weight, a, b, scale), None, None
@@ -151,9 +151,9 @@ class AdaptedStack(Tensor):
                 return func(*args, **kwargs)
         if func in GROUPED and (y := _product(*args, **kwargs)) is not None:
             return y
-        if func == _MT or (func in _TRANSPOSES and not kwargs and _are_last(*args[1:])):
-            if not args[0].is_added:
-                return args[0].turned()
+        swaps = func == _MT or (func in _TRANSPOSES and not kwargs and _are_last(*args[1:]))
+        if swaps and not args[0].is_added:
+            return args[0].turned()
         args, kwargs = tree_map(_values, (args, kwargs))
         return func(*args, **kwargs)
 
