@@ -48,6 +48,8 @@ def operands(
     _, k, n = weight.shape
     a = torch.randn(E, rank, k).to(dtype).mT.requires_grad_()
     b = torch.randn(n, rank, E).to(dtype).permute(2, 1, 0).requires_grad_()
+    with torch.no_grad():
+        a.mul_(0.5)  # so that a and b have changed a different number of times
     x = torch.randn(sum(ROWS), k).to(dtype).requires_grad_()
     return weight, a, b, x, torch.tensor(ROWS).cumsum(0).int()
 

@@ -136,11 +136,12 @@ class AdaptedStack(Tensor):
 
     def turned(self) -> AdaptedStack:
         """This with its last two dimensions swapped."""
-        weight, a, b, scale = self.parts
         if self._whole is not None:
             return self._whole
+        self.check_unchanged()
+        weight, a, b, scale = self.parts
         turned = _not_added(weight.transpose(-2, -1), b.mT, a.mT, scale)
-        turned._whole, turned._versions = self, self._versions
+        turned._whole = self
         return turned
 
     @classmethod
