@@ -38,11 +38,15 @@ Operands = tuple[Any, Tensor, Tensor, Tensor, Tensor]
 
 
 def operands(
-    scheme: str = "int4", dtype: torch.dtype = torch.float32, rank: int = 3, turned: bool = True
+    scheme: str = "int4",
+    dtype: torch.dtype = torch.float32,
+    rank: int = 3,
+    turned: bool = True,
+    sizes: tuple[int, int] = (N, K),
 ) -> Operands:
     """Experts [E, K, N], factors [E, K, R] and [E, R, N] with views as PEFT has them, x [M, K] and offsets."""
     torch.manual_seed(0)
-    size = (E, N, K) if turned else (E, K, N + 8)
+    size = (E, *sizes) if turned else (E, sizes[1], sizes[0] + 8)
     weight: Any = lowbit.AffineTensor.from_float(torch.randn(size).to(dtype), SCHEMES[scheme])
     weight = weight.mT if turned else weight
     _, k, n = weight.shape
@@ -61,7 +65,7 @@ def added(weight: Any, a: Tensor, b: Tensor) -> Any:
 def results(y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> dict[str, Tensor]:
     """y, and the gradients of x, a and b for a fixed gradient of y."""
     torch.manual_seed(1)
-    grads = torch.autograd.grad(y, (x, a, b), torch.randn(y.shape).to(y.dtype))
+    grads = torch.autograd.grad(y, (x, a, b), torch.randn(y.shape).to(y))
     return dict(zip(("y", "x", "a", "b"), (y.detach(), *grads), strict=True))
 
 
@@ -127,6 +131,41 @@ def test_only_what_is_asked_for(learning: str) -> None:
         assert_near({learning: grad}, wanted, torch.float32)
 
 
+@dtypes
+@pytest.mark.parametrize("sizes", [(N, 99), (23, K), (21, 50)], ids=str)
+def test_sizes_that_torch_does_not_take(dtype: torch.dtype, sizes: tuple[int, int]) -> None:
+    """Rows of other lengths than multiples of 16 bytes."""
+    weight, a, b, x, offsets = operands("int8", dtype, sizes=sizes)
+    with pytest.raises(RuntimeError, match="strides"):
+        plain = weight.dequantize().requires_grad_()
+        torch._grouped_mm(x, plain, offs=offsets).sum().backward()
+    wanted = expected(weight, a, b, x)
+    for read_first in (False, True):
+        stack = added(weight.mT, b.mT, a.mT)
+        if read_first:
+            stack.sum()
+        y = torch._grouped_mm(x, stack.mT, offs=offsets)
+        assert_near(results(y, x, a, b), wanted, dtype)
+
+
+@dtypes
+@pytest.mark.parametrize("start", [0, 1, 4])
+@pytest.mark.parametrize("rank", [8, 16])
+def test_factors_in_any_memory(dtype: torch.dtype, start: int, rank: int) -> None:
+    """Parts of wider tensors, whose rows begin anywhere."""
+    weight, a, b, x, offsets = operands("int8", dtype, rank)
+    wanted = expected(weight, a, b, x)
+    for turn in (False, True):
+        parts = []
+        for factor in (a.detach(), b.detach()):
+            own = factor.mT if turn else factor
+            wide = own.new_empty(E, own.shape[1] + 3, own.shape[2] + start + 2)
+            part = wide[:, 1:-2, start : start + own.shape[2]].copy_(own)
+            parts.append((part.mT if turn else part).requires_grad_())
+        y = torch._grouped_mm(x, added(weight, *parts), offs=offsets)
+        assert_near(results(y, x, *parts), wanted, dtype)
+
+
 def test_no_rows_at_all() -> None:
     weight, a, b, x, offsets = operands()
     x = x.detach()[:0].requires_grad_()
@@ -156,14 +195,22 @@ def test_recomputed(selective: bool) -> None:
         assert relative_error(own, wanted[name]) < 1e-6, name
 
 
-def test_nothing_as_large_as_the_experts_is_kept() -> None:
-    weight, a, b, x, offsets = operands()
+@pytest.mark.parametrize("learns", [True, False])
+def test_what_is_kept(learns: bool) -> None:
+    """x and t = x · A, beside what was there before: no stack, and nothing of x where only its gradient is wanted."""
+    weight, a, b, x, offsets = operands(rank=8)
+    a, b = (t.detach().requires_grad_(learns) for t in (a, b))
     saved: list[Any] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        torch._grouped_mm(x, added(weight, a, b), offs=offsets)
-    assert saved and all(
-        t.numel() < weight.numel() or isinstance(t, lowbit.LowbitTensor) for t in saved
-    )
+        torch._grouped_mm(x, added(weight.mT, b.mT, a.mT).mT, offs=offsets)
+    packed = [t for t in saved if isinstance(t, lowbit.LowbitTensor)]
+    parts = [[p.data_ptr() for p in w.inner_tensors().values()] for w in (*packed, weight)]
+    assert len(packed) == 1 and parts[0] == parts[1]
+    plain = {t.data_ptr(): tuple(t.shape) for t in saved if type(t) is Tensor}
+    assert (x.data_ptr() in plain) == learns
+    for known in (a, b, x, offsets):
+        plain.pop(known.data_ptr(), None)
+    assert list(plain.values()) == ([(len(x), 8)] if learns else [])
 
 
 # ---- the sum ---------------------------------------------------------------------------------------------------------
@@ -236,8 +283,17 @@ def test_what_describes_it_makes_no_sum() -> None:
     ):
         assert read(stack) == read(plain)
     assert not stack.is_added
+
+
+def test_no_gradients_of_a_sum_without_them() -> None:
+    weight, a, b, x, offsets = operands()
     with torch.no_grad():
-        assert not added(weight, a, b).requires_grad
+        stack = added(weight, a, b)
+    assert not stack.requires_grad
+    y = torch._grouped_mm(x, stack, offs=offsets)
+    grads = torch.autograd.grad(y.sum(), (x, a, b), allow_unused=True)
+    assert grads[0] is not None and grads[1] is grads[2] is None
+    assert not torch._grouped_mm(x.detach(), stack, offs=offsets).requires_grad
 
 
 @torch.no_grad()
@@ -376,7 +432,5 @@ def test_products_on_cuda(scheme: str) -> None:
     wanted = expected(weight, a, b, x)
     a, b, x = (t.detach().cuda().requires_grad_() for t in (a, b, x))
     y = torch._grouped_mm(x, added(weight.cuda(), a, b), offs=offsets.cuda())
-    found = results(y, x, a, b)
-    for name, own in found.items():
-        if name == "y":
-            assert relative_error(own.cpu().double(), wanted[name]) < 6e-3
+    found = {name: t.cpu() for name, t in results(y, x, a, b).items()}
+    assert_near(found, wanted, torch.bfloat16)

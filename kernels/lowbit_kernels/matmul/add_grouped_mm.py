@@ -8,7 +8,8 @@
     offsets   int32 [E], ascending, 0 to M. Rows from the last one on stay.
 
 Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. Without Triton, or with more
-than 128 terms, a GPU stores the product first, which rounds it too.
+than 128 terms, a GPU stores the product first, which rounds it too, and R must be a multiple of 8, as for
+`torch._grouped_mm`.
 """
 
 from __future__ import annotations
@@ -103,7 +104,7 @@ def add_grouped_mm_(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: flo
 
 def _without_kernel(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: float) -> Tensor:
     if y.device.type != "cpu":
-        b = b if 1 in b.stride()[1:] else b.contiguous()
+        b = b.mT.clone(memory_format=torch.contiguous_format).mT  # rows of R, which torch can read
         inside = torch.arange(len(y), device=y.device).unsqueeze(1) < offsets[-1]
         return y.add_(torch._grouped_mm(a, b, offs=offsets).where(inside, 0), alpha=scale)
     start = 0

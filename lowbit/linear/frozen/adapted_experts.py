@@ -22,8 +22,8 @@ from torch.nn import functional as F
 from lowbit.linear.frozen.checks import check_first_derivative
 from lowbit.linear.operands import Kept, RoundedLinear
 
-RANKS = 8
-"""torch's grouped products take ranks that are multiples of it, in 16 bits."""
+MULTIPLE = 8
+"""torch's grouped products take rows that begin at multiples of it, in 16 bits."""
 _Own = torch._C.DisableTorchFunctionSubclass
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
@@ -35,12 +35,12 @@ def adapted_product(
 
     Args:
         x: [M, K].
-        weight: a frozen stack [E, K, N] in x's dtype.
+        weight: a frozen stack [E, K, N] in x's dtype, K and N multiples of 8.
         a, b: [E, K, R] and [E, R, N] in x's dtype.
         scale: s.
         offsets: int32 [E], the ends of the experts' rows. Rows after the last are as `torch._grouped_mm` has them.
     """
-    missing = -a.shape[2] % RANKS
+    missing = -a.shape[2] % MULTIPLE
     if missing:
         a, b = F.pad(a, (0, missing)), F.pad(b, (0, 0, 0, missing))
     return RoundedLinear.apply(x, weight, None, AdaptedOperands(scale), offsets, a, b)
@@ -72,10 +72,7 @@ class AdaptedOperands(NamedTuple):
     ) -> tuple[Tensor | None, ...]:
         offsets, weight, a, b, x, t = kept
         check_first_derivative(grad)
-        if grad.stride() != (
-            grad.shape[1],
-            1,
-        ):  # such as that of a sum, whose rows share their memory
+        if grad.stride() != (grad.shape[1], 1):  # as of a sum, whose rows share their memory
             grad = grad.clone(memory_format=torch.contiguous_format)
         dx = da = db = None
         if needs[0] or needs[5]:
@@ -93,8 +90,13 @@ class AdaptedOperands(NamedTuple):
 
 
 def _readable(factor: Tensor) -> Tensor:
-    """A factor whose rows or columns lie beside each other, as torch's grouped products read them."""
-    return factor if 1 in factor.stride()[1:] else factor.contiguous()
+    """A factor whose rows or columns lie beside each other and begin at multiples of 16 bytes, as torch's grouped
+    products read them. The rank is the last dimension of a copy."""
+    strides = factor.stride()
+    only_one = 1 in strides[1:] and sum(s % MULTIPLE for s in strides) == 1
+    if only_one and factor.storage_offset() % MULTIPLE == 0:
+        return factor
+    return factor.clone(memory_format=torch.contiguous_format)
 
 
 def _add(y: Tensor, t: Tensor, b: Tensor, scale: float, offsets: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
-from lowbit.linear.frozen.adapted_experts import adapted_product
+from lowbit.linear.frozen.adapted_experts import MULTIPLE, adapted_product
 
 GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
 """torch's products of experts."""
@@ -46,17 +46,11 @@ def adapted_stack(weight: Any, a: Any, b: Any, scale: float) -> Tensor | None:
     """
     if not (type(a) is type(b) is Tensor and a.ndim == b.ndim == 3):
         return None
-    compiles = torch.compiler.is_compiling()
-    if compiles:
-        shape, dtype, device = weight.shape, weight.dtype, weight.device
-    else:
-        with _Own():  # faster
-            shape, dtype, device = weight.shape, weight.dtype, weight.device
-    if not a.dtype == b.dtype == dtype or not a.device == b.device == device:
+    if not a.dtype == b.dtype == weight.dtype or not a.device == b.device == weight.device:
         return None
-    if shape != (*a.shape[:2], b.shape[2]) or b.shape[:2] != (a.shape[0], a.shape[2]):
+    if weight.shape != (*a.shape[:2], b.shape[2]) or b.shape[:2] != (a.shape[0], a.shape[2]):
         return None
-    if compiles or weight.rounds_inputs or weight.flat_from is not None:
+    if torch.compiler.is_compiling() or weight.rounds_inputs or weight.flat_from is not None:
         return _added(weight, a, b, scale)
     return _not_added(weight, a, b, scale)
 
@@ -68,7 +62,7 @@ def _added(weight: Any, a: Tensor, b: Tensor, scale: float) -> Tensor:
 def _not_added(weight: Any, a: Tensor, b: Tensor, scale: float) -> AdaptedStack:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return _Sum.apply(weight, a, b, scale)
-    return AdaptedStack(weight, a, b, scale)
+    return AdaptedStack(weight, a.detach(), b.detach(), scale)
 
 
 class _Sum(torch.autograd.Function):
@@ -123,7 +117,7 @@ class AdaptedStack(Tensor):
 
     def check_unchanged(self) -> None:
         """RuntimeError if a product or sum would differ from those at the time when this was made."""
-        if _versions(self.parts) != self._versions:
+        if not self.is_added and _versions(self.parts) != self._versions:
             raise RuntimeError(
                 "the experts or their adapter changed in place after they were added, and before the sum was read; "
                 "compute the sum again, or call .values() on it before the change"
@@ -152,8 +146,7 @@ class AdaptedStack(Tensor):
                 return func(*args, **kwargs)
         if func in GROUPED and (y := _product(*args, **kwargs)) is not None:
             return y
-        swaps = func == _MT or (func in _TRANSPOSES and not kwargs and _are_last(*args[1:]))
-        if swaps and not args[0].is_added:
+        if func == _MT or (func in _TRANSPOSES and not kwargs and _are_last(*args[1:])):
             return args[0].turned()
         args, kwargs = tree_map(_values, (args, kwargs))
         return func(*args, **kwargs)
@@ -183,13 +176,17 @@ def _are_last(first: int, second: int) -> bool:
 def _product(
     x: Any, stack: Any, offs: Any = None, bias: Any = None, out_dtype: Any = None
 ) -> Tensor | None:
-    """x · stack by rows that are sorted by expert; None where it takes the sum."""
-    if not isinstance(stack, AdaptedStack) or type(x) is not Tensor or x.ndim != 2:
-        return None
-    if type(offs) is not Tensor or bias is not None or stack.is_added:
+    """x · stack by rows that are sorted by expert; None where torch multiplies by the sum."""
+    if not isinstance(stack, AdaptedStack) or not type(x) is type(offs) is Tensor or x.ndim != 2:
         return None
     weight, a, b, scale = stack.parts
-    if x.dtype is not a.dtype or out_dtype not in (None, x.dtype):
+    if x.dtype is not a.dtype or out_dtype not in (None, x.dtype) or bias is not None:
+        return None
+    more_k, more_n = (-size % MULTIPLE for size in weight.shape[1:])
+    if more_k or more_n:  # torch refuses these sizes, or their gradients
+        x, values = F.pad(x, (0, more_k)), F.pad(stack.values(), (0, more_n, 0, more_k))
+        return torch._grouped_mm(x, values, offs=offs)[:, : weight.shape[2]]
+    if stack.is_added:
         return None
     stack.check_unchanged()
     return adapted_product(x, weight, a, b, scale, offs)
