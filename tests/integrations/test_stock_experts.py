@@ -389,13 +389,11 @@ def test_gradients_through_frozen_experts_take_the_stock_way(family: str) -> Non
 
 
 @pytest.mark.parametrize("family", ["qwen3-moe", "mixtral", "gpt-oss", "deepseek-v3"])
-def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
+def test_adapters_of_experts(family: str) -> None:
     """PEFT's LoRA of the stacked parameters: products beside those of the packed stack, which stays as it is."""
     peft = pytest.importorskip("peft")
-    make = FAMILIES[family][0]
-    model, again = make(), make()
+    model = FAMILIES[family][0]()
     lb.quantize_(model, PATTERNS)
-    lb.quantize_(again, PATTERNS)
     base = logits(model)
     plain = copy.deepcopy(model)
     lb.dequantize_(plain)
@@ -424,8 +422,6 @@ def test_adapters_of_experts(family: str, tmp_path: Path) -> None:
     assert relative_error(outputs, logits(adapted[1])) < 1e-5
     assert relative_error(outputs, base) > 1e-3
     assert torch.equal(logits(copy.deepcopy(adapted[0])), outputs)
-    adapted[0].save_pretrained(tmp_path)
-    assert torch.equal(logits(peft.PeftModel.from_pretrained(again, tmp_path)), outputs)
     assert torch.equal(logits(adapted[0].unload()), base)
 
 
