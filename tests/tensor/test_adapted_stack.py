@@ -426,9 +426,10 @@ def test_sums_in_place_on_cuda() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_products_on_cuda(scheme: str) -> None:
-    weight, a, b, x, offsets = operands(scheme, torch.bfloat16, 16)
+@every_scheme
+@pytest.mark.parametrize(("rank", "columns"), [(16, N), (19, N), (16, 23)])
+def test_products_on_cuda(scheme: str, rank: int, columns: int) -> None:
+    weight, a, b, x, offsets = operands(scheme, torch.bfloat16, rank, sizes=(columns, K))
     wanted = expected(weight, a, b, x)
     a, b, x = (t.detach().cuda().requires_grad_() for t in (a, b, x))
     y = torch._grouped_mm(x, added(weight.cuda(), a, b), offs=offsets.cuda())
