@@ -59,6 +59,21 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
+def uncached_autocast() -> Iterator[None]:
+    """The context in which autocast casts a parameter at each use.
+
+    Otherwise autocast keeps the 16-bit copy of a float32 parameter until its outermost context ends. Calls that change
+    `p.data` between two passes would then run the model with the values that `p` had in the first one."""
+    held = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(held)
+        torch.clear_autocast_cache()
+
+
+@contextmanager
 def deterministic() -> Iterator[None]:
     """The context in which operations take their deterministic kernels, where they have some."""
     mode = torch.get_deterministic_debug_mode()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.inference import AWQ, GPTQ, LearnedRounding, Search, SmoothQuant
+from lowbit.inference import AWQ, GPTQ, LearnedRounding, Search, SmoothQuant, Step
 from lowbit.inference.calibration.inputs import Watch
 from lowbit.inference.calibration.places import Place
 from recipes.llama import Llama, LlamaConfig
@@ -48,10 +48,28 @@ def same(a: nn.Module, b: nn.Module) -> bool:
 
 def damage(model: nn.Module, plain: nn.Module, batch: Tensor) -> float:
     with torch.no_grad():
-        expected = plain(batch).log_softmax(-1)
-        return float(
-            F.kl_div(model(batch).log_softmax(-1), expected, reduction="sum", log_target=True)
-        )
+        expected = plain(batch).float().log_softmax(-1)
+        found = model(batch).float().log_softmax(-1)
+        return float(F.kl_div(found, expected, reduction="sum", log_target=True))
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [[AWQ(), GPTQ()], [LearnedRounding(3)], [LearnedRounding(3, over="model")]],
+    ids=["fold", "blocks", "model"],
+)
+def test_steps_run_on_the_present_values_under_autocast(steps: list[Step]) -> None:
+    """Autocast keeps its first bfloat16 copy of a float32 weight, which these steps change."""
+    models = [llama(), llama()]
+    for model, cached in zip(models, (True, False), strict=True):
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            model(BATCHES[0])
+            lb.calibrate(model, lb.IntxWeightOnly(3, 32), BATCHES, steps=steps)
+            assert torch.is_autocast_cache_enabled() == cached
+            found = model(BATCHES[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(found, model(BATCHES[0]))
+    assert same(*models)
 
 
 @pytest.mark.parametrize("tied", [True, False])

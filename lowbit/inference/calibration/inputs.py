@@ -111,7 +111,8 @@ class Moments:
                 _add_product(drift[index], apart, apart)
             else:
                 w = self.weight.unflatten(0, (self.matrices, -1))[index]
-                apart = F.linear(apart, w.to(self._device, apart.dtype))
+                with torch.autocast(self._device.type, enabled=False):
+                    apart = F.linear(apart, w.to(self._device, apart.dtype))
                 drift[index] += torch.linalg.vector_norm(apart, dtype=torch.float64).square()
             _add_product(cross[index], apart, x)
 

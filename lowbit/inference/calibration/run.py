@@ -50,7 +50,7 @@ from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.requantize import write
 from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
 from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
-from lowbit.tracing.batches import call, eval_mode, output_tensor
+from lowbit.tracing.batches import call, eval_mode, output_tensor, uncached_autocast
 from lowbit.tracing.block_inputs import forward_of
 from lowbit.tracing.observer import PERCENTILE, Method
 
@@ -158,7 +158,8 @@ class Run:
         """Quantize all weights. Args: those of `lowbit.calibrate`."""
         modules = {owner.module for target in self.targets for owner in target.owners}
         shown = progress("calibrating", self.total, unit="layers")
-        with torch.compiler.set_stance("force_eager"), shown as self.advance:
+        eager = torch.compiler.set_stance("force_eager")
+        with uncached_autocast(), eager, shown as self.advance:
             if not self.memory.streams:
                 self.memory.bring(None)
                 self._fold(self.targets, self.batches)
@@ -297,6 +298,11 @@ class Run:
                 )
 
     def _round(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
+        # The model may run under autocast. The steps compute in float32.
+        with torch.autocast(target.weight.device.type, enabled=False):
+            self._rounded(target, moments, joint)
+
+    def _rounded(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
         """Run the steps on this weight, and replace it, or leave its values to those that learn."""
         start = self.starts.get(target.owners[0].fqn)
         layer = _layer(target, moments, joint, start)
