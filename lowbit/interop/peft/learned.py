@@ -19,7 +19,7 @@ from lowbit.inference.calibration.step import Start, Step
 from lowbit.interop.peft.report import MergeLosses, MergeReport, measured
 from lowbit.interop.peft.sums import Kept, Sum, attribute_of, values_of
 from lowbit.schemes.scheme import Scheme
-from lowbit.tracing.batches import call, eval_mode
+from lowbit.tracing.batches import call, eval_mode, uncached_autocast
 
 STEPS: tuple[Step, ...] = (
     LearnedRounding(steps=100, batch_size=16, over="model", reach=1.0, scale_rate=0, vector_rate=0),
@@ -54,7 +54,8 @@ class Learned:
         nearest = [s.held.detach().clone() for s in sums]
         own = [s.loss for s in self.steps if isinstance(s, LearnedRounding) and s.over == "model"]
         loss = own[-1] if own else None
-        with torch.compiler.set_stance("force_eager"), eval_mode(self.model):
+        eager = torch.compiler.set_stance("force_eager")
+        with uncached_autocast(), eager, eval_mode(self.model):
             with self._base():
                 without = self._measured(loss)
             requantized = self._measured(loss)
