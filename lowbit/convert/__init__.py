@@ -36,6 +36,7 @@ from lowbit.convert.report import followers as followers
 from lowbit.convert.report import tell as tell
 from lowbit.convert.siblings import of_any_expert as of_any_expert
 from lowbit.convert.siblings import unit_of as unit_of
+from lowbit.convert.underflow import underflow as underflow
 from lowbit.convert.walk import USES as USES
 from lowbit.convert.walk import Filter as Filter
 from lowbit.convert.walk import Schemes as Schemes

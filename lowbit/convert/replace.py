@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from lowbit.convert.replaced import hand_over
 from lowbit.convert.report import Entry, Report
+from lowbit.convert.underflow import underflow
 from lowbit.convert.walk import Target, is_conv
 from lowbit.layers.frozen import hide_frozen, show_frozen
 from lowbit.progress import progress
-from lowbit.tensor.core.base import stored_shape
+from lowbit.tensor.core.base import LowbitTensor, stored_shape
 from lowbit.tensor.frozen.conv_tensor import matrix_shape
 
 
@@ -73,7 +74,10 @@ def _replace(
     first, *others = (owner.fqn for owner in target.owners)
     left_behind = hand_over(target.weight, new, first, trainable)
     about = note or _described(target, new)
-    about = f"{about}; {left_behind}" if left_behind else about
+    old = target.weight
+    held = old.updated_in_place() if isinstance(old, LowbitTensor) else old
+    lost = None if held is None else underflow(held.detach(), new.detach())
+    about = "; ".join(part for part in (about, left_behind, lost) if part)
     report.entries.append(Entry(first, tuple(new.shape), True, about))
     report.entries += [Entry(fqn, tuple(new.shape), True, f"tied to {first}") for fqn in others]
 

@@ -25,6 +25,7 @@ from lowbit.convert import (
     joint_part,
     of_unused,
     routers_among,
+    underflow,
     unused,
 )
 from lowbit.convert.siblings import families
@@ -121,10 +122,11 @@ class Quantizing:
             values = item.value.to(self._device)
             own = values.mT.contiguous() if is_stack else values
             weight = quantized(item.name, own, scheme, self._scales, self._joint(item.name, scheme))
+            lost = underflow(own, weight)
             weight = weight._transposed() if is_stack else weight
             ratio = snr(values, weight.dequantize())
             weight = weight._map(lambda t: t.cpu())
-            note = f"{scheme.describe(weight.shape)}{choice.note}"
+            note = f"{scheme.describe(weight.shape)}{choice.note}" + (f"; {lost}" if lost else "")
             yield Item(item.name, weight, item.holder, note, ratio)
 
     def _joint(self, name: str, scheme: Scheme) -> Tensor | None:

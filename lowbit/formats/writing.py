@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Schemes, check_schemes
+from lowbit.convert import Schemes, check_schemes, underflow
 from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder, is_of_diffusers, read_json
@@ -419,6 +419,7 @@ def _in_format(item: Item, target: Format, lossy: bool) -> tuple[Item, Parts]:
     rounded = target.rounded(values, scheme)
     ratio = snr(values, rounded.dequantize())
     note = f"{scheme.describe(rounded.shape)}; rounded, as {reason}"
+    note = "; ".join(filter(None, (note, underflow(values, rounded))))
     other = Item(item.name, rounded, item.holder, note, ratio)
     return other, _encoded(other, rounded, target)
 

@@ -68,7 +68,8 @@ def quantize_(
             So a GPU quantizes a model that does not fit there in high precision. None: weights stay where they are.
 
     The report lists all parameters of two or more dimensions with their share of the model's bytes, and the share
-    of all parameters that is now in low bits.
+    of all parameters that is now in low bits. It counts the groups that became 0 because no smaller scale can be
+    stored, as float16 scales start at 6e-8.
 
     Experts that a model stores as [experts, inputs, outputs], as gpt-oss does, are quantized in groups along the
     inputs, and held transposed.

@@ -9,6 +9,7 @@ Written against diffusers 0.42.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from diffusers import ModelMixin
@@ -16,6 +17,7 @@ from diffusers.configuration_utils import FrozenDict
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
+from lowbit.convert import underflow
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import FormatError
 from lowbit.formats.registry import by_name
@@ -118,7 +120,10 @@ class LowbitDiffusersQuantizer(DiffusersQuantizer):
         if self._plan is not None:
             check_weight(value, param_name)
             scheme = self._plan.schemes[param_name]
-            value = AffineTensor.quantized(value, scheme, self.quantization_config.scales)
+            plain = value
+            value = AffineTensor.quantized(plain, scheme, self.quantization_config.scales)
+            if lost := underflow(plain, value):
+                warnings.warn(f"{param_name}: {lost}", stacklevel=2)
         layer, _, attribute = param_name.rpartition(".")
         frozen = nn.Parameter(value, requires_grad=False)
         model.get_submodule(layer).register_parameter(attribute, frozen)

@@ -230,6 +230,23 @@ def test_a_plain_folder_is_quantized_as_quantize_does_it(tmp_path: Path) -> None
     assert sorted(config_of(tmp_path / "out")["quantization_config"]["ignore"]) == ["lm_head"]
 
 
+def test_reports_count_groups_that_became_zero(tmp_path: Path) -> None:
+    """While a folder is quantized, and where a weight is rounded because the format lacks its scales."""
+    model = build()
+    model.up_proj.weight.data[:5] *= 1e-12
+    rounds = IntxWeightOnly(4, 64, scale_dtype=torch.float16)
+    folder = plain_folder(tmp_path / "plain", model)
+    report = lowbit.export(folder, tmp_path / "out", scheme=rounds)
+    groups = model.up_proj.weight[0].numel() // 64
+    said = f"; {5 * groups} of {len(model.up_proj.weight) * groups} groups became 0, since scales"
+    notes = {entry.fqn: entry.note for entry in report.entries}
+    assert said in notes["up_proj.weight"] and "became 0" not in notes["down_proj.weight"]
+    quantize_(model, {"*_proj": IntxWeightOnly(4, 64, "asymmetric")})
+    report = lowbit.export(model, tmp_path / "gptq", format="gptq", lossy=True)
+    notes = {entry.fqn: entry.note for entry in report.entries}
+    assert said in notes["up_proj.weight"] and "became 0" not in notes["down_proj.weight"]
+
+
 def test_patterns_and_searched_scales(tmp_path: Path) -> None:
     model = build()
     folder = plain_folder(tmp_path / "plain", model)

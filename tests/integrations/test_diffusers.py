@@ -95,6 +95,16 @@ def losses(kind: str, model: nn.Module, learning_rate: float, run: Any = None) -
     return found
 
 
+def test_groups_that_became_zero_are_warned_of(tmp_path: Path) -> None:
+    model = built("dit")
+    name = "transformer_blocks.0.attn1.to_q.weight"
+    model.get_parameter(name).data[:3] *= 1e-12
+    model.save_pretrained(tmp_path)
+    config = LowbitConfig(lowbit.IntxWeightOnly(4, 32, scale_dtype=torch.float16))
+    with pytest.warns(UserWarning, match=f"{name}: 6 of 128 groups became 0"):
+        type(model).from_pretrained(tmp_path, quantization_config=config)
+
+
 @KINDS
 @pytest.mark.parametrize("scheme", [Int8MixedPrecision, Float8MixedPrecision])
 def test_all_weights_train_with_low_bit_products(kind: str, scheme: Any, tmp_path: Path) -> None:

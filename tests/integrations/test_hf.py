@@ -96,6 +96,23 @@ def test_a_model_quantized_while_loading_is_the_one_quantized_afterwards(
     assert (found.lm_head.weight is found.model.embed_tokens.weight) == (name == "tied")
 
 
+def test_groups_that_became_zero_are_logged_and_reported(tmp_path: Path, monkeypatch: Any) -> None:
+    model, logged = llama(), []
+    name = "model.layers.0.self_attn.o_proj.weight"
+    weight = model.get_parameter(name)
+    weight.data[:3] *= 1e-12
+    config = LowbitConfig(lb.IntxWeightOnly(4, 32, scale_dtype=torch.float16))
+    warn = "lowbit.interop.hf.quantizer.logger.warning"
+    monkeypatch.setattr(warn, lambda text, *given: logged.append(text % given))
+    report = read(
+        source(tmp_path / "plain", model), config, dtype=torch.float32
+    ).hf_quantizer.report
+    groups = weight.shape[1] // 32
+    said = f"{3 * groups} of {weight.shape[0] * groups} groups became 0, since scales in float16"
+    assert [e.fqn for e in report.entries if said in e.note] == [name]
+    assert len(logged) == 1 and logged[0].startswith(f"{name}: {said}")
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3-moe"])
 def test_the_report_names_the_share_of_the_experts(name: str, tmp_path: Path) -> None:
     folder = source(tmp_path / "plain", MODELS[name]())

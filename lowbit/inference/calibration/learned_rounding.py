@@ -142,6 +142,12 @@ class Weight:
         own = values.mT if is_turned(self.target) else values.reshape(plain.shape)
         self.target.weight.data = own.to(plain.dtype).contiguous()
 
+    def show_wanted(self) -> None:
+        """Give the parameter the values to round."""
+        self.target.weight.data = self.original
+        if self.pruned is not None:
+            self.show(self.pruned)
+
     def wanted(self) -> Tensor:
         """The values to round: float32 [N, K] or [E, N, K]."""
         if self.pruned is not None:

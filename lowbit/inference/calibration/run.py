@@ -352,6 +352,7 @@ class Run:
         """Replace the weights that wait by quantized ones."""
         while self.waiting:
             weight = self.waiting.pop(0)
+            weight.show_wanted()  # what the report compares the new weight with
             self._put(weight.target, partial(_made, weight))
 
     def check_export(self, format: str, lossy: bool, folder: Folder | None = None) -> None:

@@ -22,7 +22,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from lowbit.convert import Entry, Report, has_static, joint_part
+from lowbit.convert import Entry, Report, has_static, joint_part, underflow
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import Format, FormatError
@@ -64,6 +64,8 @@ class LowbitQuantizer(HfQuantizer):
         self.report = Report()
         self.errors: dict[str, Exception] = {}
         """The error of the first weight that cannot be converted, by the name of the weight."""
+        self._lost: dict[str, str] = {}
+        """What the report says of groups that became 0, by the name of the weight."""
         self._plan: WeightChoice | None = None
         self._sizes: dict[str, int] = {}
         """Bytes of each low-bit weight, by its name."""
@@ -171,10 +173,13 @@ class LowbitQuantizer(HfQuantizer):
         `joint`: as `AffineTensor.from_float` takes it."""
         assert self._plan is not None
         scheme, scales = self._plan.schemes[name], scales or self.quantization_config.scales
-        if name in self._plan.transposed:
-            value = value.mT.contiguous()
-            return AffineTensor.quantized(value, scheme, scales, joint=joint)._transposed()
-        return AffineTensor.quantized(value, scheme, scales, joint=joint)
+        is_turned = name in self._plan.transposed
+        value = value.mT.contiguous() if is_turned else value
+        made = AffineTensor.quantized(value, scheme, scales, joint=joint)
+        if lost := underflow(value, made):
+            logger.warning("%s: %s", name, lost)
+            self._lost[name] = f"; {lost}"
+        return made._transposed() if is_turned else made
 
     def waiting_with(self, name: str) -> _Siblings | None:
         """The siblings for which the weight of this name waits; None if it shares nothing with others."""
@@ -259,7 +264,11 @@ class LowbitQuantizer(HfQuantizer):
             first = seen.setdefault(id(weight), name)
             is_low = isinstance(weight, LowbitTensor)
             shape = weight.mT.shape if name in plan.transposed else weight.shape
-            note = scheme.describe(shape) if is_low else "not in the checkpoint, so plain"
+            note = (
+                scheme.describe(shape) + self._lost.get(name, "")
+                if is_low
+                else "not in the checkpoint, so plain"
+            )
             note = note if first == name else f"tied to {first}"
             yield Entry(name, tuple(weight.shape), is_low, note)
 
