@@ -185,6 +185,17 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         assert relative_error(p, q) < bound
 
 
+def test_autocast_of_the_user_changes_nothing() -> None:
+    """Rotations are compared in float32: in bfloat16 no output stays as it was."""
+    models = [built(llama, torch.float32) for _ in range(2)]
+    with torch.autocast("cpu", torch.bfloat16):
+        models[0](BATCHES[0])  # fills its cache
+        found = folded(models[0])
+    assert found == folded(models[1])
+    for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_a_norm_that_adds_one() -> None:
     model = built(Gemma)
     plain = copy.deepcopy(model)

@@ -103,6 +103,23 @@ def test_errors_are_those_of_the_formula() -> None:
         x, rounded = y, after
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_layers_in_high_precision_train_on_present_values_under_autocast(bf16: bool) -> None:
+    """Autocast keeps its first bfloat16 copy of a float32 weight. With these, errors rose."""
+    found = []
+    for cached in (True, False):
+        model = prepared(llama(), filter_fn=lambda _, name: name.endswith("mlp.down"))
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=cached):
+            model(data()[0])  # fills the cache
+            report = qat.train_blocks(model, model.blocks, data(), bf16=bf16, **ARGUMENTS)
+            output = model(data()[0])
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(output, model(data()[0]))
+        assert report.blocks[0].after < report.blocks[0].before
+        found.append(state(model))
+    assert same(*found)
+
+
 def test_only_blocks_change_and_flags_and_modes_return() -> None:
     model = llama(3).train()
     model.blocks[1].eval()

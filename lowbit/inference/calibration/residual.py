@@ -59,7 +59,15 @@ def fold_rotations(model: nn.Module, wanted: Collection[int], batches: Batches) 
     Raises ValueError where the stream is not found, with the module that stands in the way, or where the outputs
     change.
     """
-    with eval_mode(model), state_restored(model), torch.no_grad(), _copied(model):
+    with (
+        eval_mode(model),
+        state_restored(model),
+        torch.no_grad(),
+        _copied(model),
+        ExitStack() as stack,
+    ):
+        for device in {p.device.type for p in model.parameters()}:
+            stack.enter_context(torch.autocast(device, enabled=False))
         batches = Batches(_in_float32(batch) for batch in batches)
         before = [_projected(model, batch) for batch in batches]
         notes = _fold_stream(model, batches)

@@ -35,7 +35,7 @@ from lowbit.qat.exchange import check_dynamic, in_high_precision, prepared_targe
 from lowbit.qat.tools.block_state import BlockFolder, fingerprint
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import named_scales
-from lowbit.tracing.batches import eval_mode
+from lowbit.tracing.batches import eval_mode, uncached_autocast
 from lowbit.tracing.block_inputs import Arguments, capture
 
 LAST_RATE = 0.05
@@ -190,7 +190,7 @@ def train_blocks(
     names = {id(module): name for name, module in model.named_modules()}
     results = []
     shown = bar("training blocks", len(blocks), unit="blocks", hidden=progress is not None)
-    with eval_mode(model), shown as advance:
+    with uncached_autocast(), eval_mode(model), shown as advance:
         for index, block in enumerate(blocks):
             saved = None if kept is None else kept.load(index, block)
             result = run.block(index, block, names[id(block)], saved)
