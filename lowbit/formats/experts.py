@@ -219,9 +219,11 @@ Renamed = Callable[[str], list[str]]
 class Joined:
     """A folder in the names of a model; see `joined`. The attributes are those of `Folder`."""
 
-    def __init__(self, folder: Folder, wanted: Collection[str], renamed: Renamed) -> None:
+    def __init__(
+        self, folder: Folder, wanted: Collection[str], renamed: Renamed, device: torch.device = _CPU
+    ) -> None:
         self.path, self.config, self.nbytes = folder.path, folder.config, folder.nbytes
-        self._folder, self.tied = folder, folder.tied
+        self._folder, self.tied, self._device = folder, folder.tied, device
         self._stacks: dict[str, dict[Matrix, str]] = {}
         """For each stack of the model, the names of its matrices in the folder."""
         self._names: dict[str, str] = {}
@@ -267,20 +269,20 @@ class Joined:
             found |= {name: (stack, key) for key, name in matrices.items()}
         return found
 
-    def items(self, device: torch.device = _CPU) -> Iterator[Item]:
-        """See `lowbit.formats.sources.Source`. The matrices of one stack are together in the memory of `device`, where
-        the stack is made. Other tensors are on the CPU."""
+    def items(self) -> Iterator[Item]:
+        """See `lowbit.formats.sources.Source`."""
         done = set()
         for name in self._folder.in_order():
             place = self._names[name]
             if place not in done:
                 done.add(place)
-                yield Item(place, self.read(place, device), "other")
+                yield Item(place, self.read(place), "other")
 
-    def read(self, name: str, device: torch.device = _CPU) -> Tensor:
-        """The tensor that has this name in the model. `device`: of a stack; other tensors are on the CPU."""
+    def read(self, name: str) -> Tensor:
+        """The tensor that has this name in the model. The matrices of a stack are together in the memory of the device,
+        where the stack is made. Other tensors are on the CPU."""
         if name in self._stacks:
-            return self._stack(name, device)
+            return self._stack(name)
         return self._folder.read(self._stored[name])
 
     def plain_dtype(self, name: str) -> torch.dtype:
@@ -288,20 +290,28 @@ class Joined:
         first = next(iter(self._stacks[name].values())) if name in self._stacks else None
         return self._folder.plain_dtype(first or self._stored[name])
 
-    def _stack(self, stack: str, device: torch.device) -> Tensor:
+    def _stack(self, stack: str) -> Tensor:
         keys = {name: key for key, name in self._stacks[stack].items()}
         names = self._folder.verified(keys)  # on all cores, and not one matrix after another
-        matrices = {keys[name]: moved(self._folder.read(name), device) for name in names}
+        matrices = {keys[name]: moved(self._folder.read(name), self._device) for name in names}
         with damage_of(f"{self.path}: the matrices of {stack} make no stack"):
             return stack_of(matrices, is_single=not _STACK.fullmatch(stack))
 
 
-def joined(folder: Folder, wanted: Collection[str], renamed: Renamed) -> Folder | Joined:
+def joined(
+    folder: Folder, wanted: Collection[str], renamed: Renamed, device: torch.device = _CPU
+) -> Folder | Joined:
     """`folder` in the names `wanted` of the tensors of a model, if its own names differ.
+
+    Args:
+        folder: the checkpoint.
+        wanted: the names in the model.
+        renamed: other names that a tensor of the folder may have there.
+        device: where stacks are made.
 
     Raises FormatError if the folder lacks a matrix of a stack.
     """
-    found = Joined(folder, wanted, renamed)
+    found = Joined(folder, wanted, renamed, device)
     return folder if found.names() == folder.names() else found
 
 

@@ -52,8 +52,7 @@ def _tensors(
     folder: Folder | Joined | GgufFile, device: torch.device
 ) -> Iterator[tuple[str, Tensor]]:
     with progress(f"reading {folder.path.name}", folder.nbytes) as advance:
-        items = folder.items(device) if isinstance(folder, Joined) else folder.items()
-        for item in items:
+        for item in folder.items():
             yield item.name, moved(item.value, device)
             advance(item.nbytes)
 
@@ -98,9 +97,10 @@ def load_pretrained(
 
 
 def matched(
-    model: nn.Module, folder: Folder | GgufFile
+    model: nn.Module, folder: Folder | GgufFile, device: torch.device
 ) -> tuple[Folder | Joined | GgufFile, dict[str, Places]]:
-    """The folder in the names of the model, and for each of its tensors the places that it fills.
+    """The folder in the names of the model, and for each of its tensors the places that it fills. Stacks of experts
+    are made on `device`.
 
     Raises FormatError for names that do not fit, as `load_pretrained` does.
     """
@@ -111,7 +111,7 @@ def matched(
         folder.leave_out(unused_by(model, folder.names(), owners))
         for note in folder.left_out:
             warnings.warn(f"{folder.path}: {note}", stacklevel=4)
-        own = joined(folder, owners.keys(), renamed_by(model))
+        own = joined(folder, owners.keys(), renamed_by(model), device)
     seconds = _second_places(own, owners)
     _check_names(model, own, owners, seconds)
     return own, {name: [*owners[name], *seconds.get(name, [])] for name in own.names()}
@@ -139,7 +139,7 @@ def place_buffers(model: nn.Module, folder: Path, device: torch.device) -> None:
 
 def _fill(model: nn.Module, given: Folder | GgufFile, device: torch.device) -> None:
     """Replace the parameters and buffers of `model` by the tensors of the folder."""
-    folder, filled = matched(model, given)
+    folder, filled = matched(model, given, device)
     for name, t in _tensors(folder, device):
         places = filled[name]
         module, attribute = places[0]

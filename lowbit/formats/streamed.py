@@ -49,7 +49,7 @@ class StreamedModel:
         self.folder, self.device = folder, torch.device(device)
         self.model = building.built(folder).eval()
         self._source: Any
-        self._source, self._places = matched(self.model, folder)
+        self._source, self._places = matched(self.model, folder, torch.device("cpu"))
         self._by_module: dict[int, list[str]] = {}
         for name, places in self._places.items():
             self._by_module.setdefault(id(places[0][0]), []).append(name)
