@@ -340,12 +340,8 @@ class _Learning:
         self.variables = [_Variables(w, step.scale_rate) for w in weights]
         own = {id(w.target.weight) for w in weights}
         own |= {id(p) for m in adapter_modules(block.module) for p in m._parameters.values()}
-        parameters = list(block.module.parameters())
-        self.vectors = [
-            p
-            for p in parameters
-            if step.vector_rate and p.ndim < 2 and id(p) not in own and p.dtype.is_floating_point
-        ]
+        short = [p for p in block.module.parameters() if p.ndim < 2 and p.dtype.is_floating_point]
+        self.vectors = [p for p in short if step.vector_rate and id(p) not in own]
         self.before = [v.data for v in self.vectors]
         self.masters = [v.detach().float().clone() for v in self.vectors]
         self.adam = None
@@ -406,9 +402,7 @@ class _Learning:
         if self.block.ranks.group is None:
             return
         each = self.block.ranks.gathered([p.grad is not None for p in self.trained])
-        reached = [
-            p for p, own in zip(self.trained, zip(*each, strict=True), strict=True) if any(own)
-        ]
+        reached = [p for p, *own in zip(self.trained, *each, strict=True) if any(own)]
         for p in reached:
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad.contiguous()
         self.block.ranks.add_up(*(p.grad for p in reached if p.grad is not None))
@@ -454,9 +448,7 @@ class _Learning:
         mask, size = self.block.masks[number], len(found)
         sequences, held_out = max(self.block.rows(number), 1), self.held_out[number]
         each, left = divmod(size, sequences)  # tokens may lie in one dimension
-        cut = size if left else size - each * held_out
-        if held_out == sequences:
-            cut = 0
+        cut = size * (held_out < sequences) if left else size - each * held_out
         parts = []
         for own in (slice(cut), slice(cut, None)):
             pair = found[own], expected[own]

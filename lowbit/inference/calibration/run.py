@@ -240,7 +240,9 @@ class Run:
             self._check_finite(stage)
             while stage.targets:
                 target, moments = stage.targets.pop(0), stage.moments.pop(0)
-                self._round(target, moments, self.joint.get(target.owners[0].fqn))
+                # The model may run under autocast. The steps compute in float32.
+                with torch.autocast(target.weight.device.type, enabled=False):
+                    self._round(target, moments, self.joint.get(target.owners[0].fqn))
                 del target
                 self.advance(1)
 
@@ -298,11 +300,6 @@ class Run:
                 )
 
     def _round(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
-        # The model may run under autocast. The steps compute in float32.
-        with torch.autocast(target.weight.device.type, enabled=False):
-            self._rounded(target, moments, joint)
-
-    def _rounded(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
         """Run the steps on this weight, and replace it, or leave its values to those that learn."""
         start = self.starts.get(target.owners[0].fqn)
         layer = _layer(target, moments, joint, start)
