@@ -131,6 +131,17 @@ def test_an_update_between_the_passes_is_refused(scheme, change):
 
 
 @every_scheme
+def test_a_first_call_in_inference_mode(scheme):
+    """As a trainer evaluates a model before the first step: what it leaves behind serves the steps too."""
+    x = torch.randn(5, 40)
+    layer = prepared(scheme)
+    with torch.inference_mode():
+        y = layer(x)
+    found = outcome(layer, x)
+    assert torch.equal(found[0], y) and same(found, outcome(prepared(scheme), x))
+
+
+@every_scheme
 def test_a_trace_sees_each_call(scheme):
     model = prepared(scheme)
     x = torch.randn(5, 40, requires_grad=True)

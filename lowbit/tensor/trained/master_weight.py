@@ -121,7 +121,9 @@ class MasterWeightTensor(TrainableTensor):
         """A tensor without elements that shares this tensor's version, for autograd to keep beside `weight`: torch
         counts a write to a row, such as `w[3].zero_()`, here and not there. None where autograd does not compare
         versions."""
-        if torch.compiler.is_compiling() or self.is_inference() or not self.shape[0]:
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return None  # a tensor made in inference mode could not be kept later
+        if self.is_inference() or not self.shape[0]:
             return None
         held: Uncopied | None = self.__dict__.get("_row_counter")
         if held is None or held.tensor is None:
