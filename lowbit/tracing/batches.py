@@ -63,12 +63,21 @@ def uncached_autocast() -> Iterator[None]:
     """The context in which autocast casts a parameter at each use.
 
     Otherwise autocast keeps the 16-bit copy of a float32 parameter until its outermost context ends. Calls that change
-    `p.data` between two passes would then run the model with the values that `p` had in the first one."""
+    `p.data` between two passes would then run the model with the values that `p` had in the first one.
+    """
     held = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
+    torch.clear_autocast_cache()
+    # A context that was made before, such as a decorator of a forward, enables the cache again. Here it is an outermost
+    # context, which drops its copies at its end.
+    depth = torch.autocast_increment_nesting() - 1
+    for _ in range(depth + 1):
+        torch.autocast_decrement_nesting()
     try:
         yield
     finally:
+        for _ in range(depth):
+            torch.autocast_increment_nesting()
         torch.set_autocast_cache_enabled(held)
         torch.clear_autocast_cache()
 

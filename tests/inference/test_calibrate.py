@@ -13,6 +13,7 @@ import lowbit as lb
 from lowbit.inference import AWQ, GPTQ, LearnedRounding, Search, SmoothQuant, Step
 from lowbit.inference.calibration.inputs import Watch
 from lowbit.inference.calibration.places import Place
+from lowbit.tracing.batches import uncached_autocast
 from recipes.llama import Llama, LlamaConfig
 
 INT4 = lb.Int4WeightOnly(32)
@@ -70,6 +71,23 @@ def test_steps_run_on_the_present_values_under_autocast(steps: list[Step]) -> No
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(found, model(BATCHES[0]))
     assert same(*models)
+
+
+def test_a_forward_with_an_autocast_of_its_own_sees_the_present_values() -> None:
+    """A decorator, as accelerate puts around a forward, was made while the cache of copies was on."""
+    layer = nn.Linear(4, 4, bias=False)
+    forward = torch.autocast("cpu", torch.bfloat16)(layer)
+    with torch.autocast("cpu", torch.bfloat16):
+        forward(torch.ones(4))
+        with uncached_autocast():
+            for value in (0.0, 1.0):
+                layer.weight.data = torch.full((4, 4), value)
+                assert torch.equal(forward(torch.ones(4)).float(), torch.full((4,), 4 * value))
+        assert torch.is_autocast_cache_enabled()
+        layer(torch.ones(4))
+        layer.weight.data = torch.zeros(4, 4)
+        assert layer(torch.ones(4)).max() == 4, "autocast keeps copies again"
+    assert layer(torch.ones(4)).max() == 0
 
 
 @pytest.mark.parametrize("tied", [True, False])
