@@ -101,6 +101,15 @@ def test_products_beside_each_other(
     assert_near(results(y, x, a, b), expected(weight, a, b, x), dtype)
 
 
+def test_second_derivatives_and_transforms_are_refused() -> None:
+    weight, a, b, x, offsets = operands()
+    y = GROUPED[-1](x, added(weight, a, b), offs=offsets)
+    with pytest.raises(NotImplementedError, match="second derivatives"):
+        torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"torch\.func"):
+        torch.func.grad(lambda a: added(weight, a, b).sum())(a.detach())
+
+
 def test_of_a_transpose() -> None:
     """As transformers multiplies stacks [E, N, K]."""
     weight, a, b, x, offsets = operands()

@@ -39,6 +39,8 @@ def adapted_product(
         a, b: [E, K, R] and [E, R, N] in x's dtype.
         scale: s.
         offsets: int32 [E], the ends of the experts' rows. Rows after the last are as `torch._grouped_mm` has them.
+
+    The backward pass raises NotImplementedError for second derivatives.
     """
     missing = -a.shape[2] % MULTIPLE
     if missing:
@@ -71,7 +73,7 @@ class AdaptedOperands(NamedTuple):
         self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
     ) -> tuple[Tensor | None, ...]:
         offsets, weight, a, b, x, t = kept
-        check_first_derivative(grad)
+        check_first_derivative(weight)
         if grad.stride() != (grad.shape[1], 1):  # as of a sum, whose rows share their memory
             grad = grad.clone(memory_format=torch.contiguous_format)
         dx = da = db = None

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from lowbit.linear.frozen.adapted_experts import MULTIPLE, adapted_product
+from lowbit.linear.frozen.checks import refuse_transforms
 
 GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
 """torch's products of experts."""
@@ -43,6 +44,8 @@ def adapted_stack(weight: Any, a: Any, b: Any, scale: float) -> Tensor | None:
         weight: frozen experts [E, P, Q].
         a, b: [E, P, R] and [E, R, Q].
         scale: a number.
+
+    Raises NotImplementedError inside of a transform of torch.func.
     """
     if not (type(a) is type(b) is Tensor and a.ndim == b.ndim == 3):
         return None
@@ -50,6 +53,7 @@ def adapted_stack(weight: Any, a: Any, b: Any, scale: float) -> Tensor | None:
         return None
     if weight.shape != (*a.shape[:2], b.shape[2]) or b.shape[:2] != (a.shape[0], a.shape[2]):
         return None
+    refuse_transforms(weight)
     if torch.compiler.is_compiling() or weight.rounds_inputs or weight.flat_from is not None:
         return _added(weight, a, b, scale)
     return _not_added(weight, a, b, scale)
