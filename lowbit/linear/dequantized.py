@@ -15,7 +15,7 @@ from lowbit.linear.frozen.checks import (
     check_first_derivative,
     check_linear,
     flattened,
-    looked_up,
+    remembered,
     unflattened,
 )
 from lowbit.linear.operands import Kept, Uncopied, Values, remember, rounded_product
@@ -29,8 +29,8 @@ _PlainAttributes = torch._C.DisableTorchFunctionSubclass
 class DequantizedOperands:
     """x, and the values of the weight. Backward dequantizes again, to save memory.
 
-    `alias`: a weight over the same inner tensors. Autograd compares the versions of these, which it keeps, since the
-    alias has one of its own. None in graphs of torch.compile, which keep an alias of each call.
+    `alias`: a weight over the same inner tensors, for backward. It has a version of its own, so autograd keeps the
+    inner tensors and compares theirs. None in graphs of torch.compile, which keep an alias of each call.
     """
 
     def __init__(self, alias: Any) -> None:
@@ -83,7 +83,7 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
     `why`: the reason for high precision, for a trace.
     """
     with _PlainAttributes():
-        x, bias, arguments, how = looked_up(x, weight, bias)
+        x, bias, arguments, how = remembered(x, weight, bias)
         if how is None:
             check_linear(x, weight)
             x, bias = autocast_inputs(x, weight, bias)

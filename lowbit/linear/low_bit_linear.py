@@ -30,8 +30,8 @@ from lowbit.linear.frozen.checks import (
     autocast_inputs,
     check_linear,
     flattened,
-    looked_up,
     refuse_second_derivative,
+    remembered,
     unflattened,
 )
 from lowbit.linear.operands import Kept, Values, remember, rounded_product
@@ -59,7 +59,7 @@ def low_bit_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
     with torch._C.DisableTorchFunctionSubclass():
         given = x
-        x, bias, arguments, how = looked_up(x, weight, bias)
+        x, bias, arguments, how = remembered(x, weight, bias)
         if how is None:
             x, bias, how = _decide(x, weight, bias)
             if how is None:

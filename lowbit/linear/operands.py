@@ -120,9 +120,16 @@ def known(weight: Any, x: Tensor, arguments: tuple[Any, ...]) -> Any:
 
 
 def remember(weight: Any, x: Tensor, arguments: tuple[Any, ...], found: Any) -> None:
-    """Let `known` give `found`."""
+    """Let `known` give `found`, for the last few kinds of input.
+
+    Args:
+        weight: the weight that remembers.
+        x: its input. Nothing is remembered for one that is not plain.
+        arguments: all that `found` depends on and that can change during the life of the weight.
+        found: the decision, not None.
+    """
     if type(x) is Tensor:
-        # A list is searched faster than a spec is hashed. It is replaced, because other threads may search it.
+        # A tuple is searched faster than a spec is hashed. It is replaced, because other threads may search it.
         latest = weight._known_products[: _MOST_KNOWN - 1]
         weight._known_products = (_Known(arguments, found), *latest)
 

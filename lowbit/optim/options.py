@@ -126,6 +126,8 @@ def check_common(group: dict[str, Any]) -> None:
 
 
 def rounds_bf16_stochastically(group: dict[str, Any]) -> bool:
+    """True if the bfloat16 weights of this group are rounded stochastically. Groups of other optimizers than lowbit's
+    lack the options, and are not."""
     return bool(group.get("bf16_stochastic_round")) or group.get("weight_correction") == "momentum"
 
 

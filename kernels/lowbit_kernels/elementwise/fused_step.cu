@@ -205,8 +205,8 @@ DEVICE void begin_row(const Tensor *tensors, const Row &row) {
 
 // The rows of weights that are codes, `rows` in all. Each block takes one row after another. Its warps update the row's
 // tiles and keep the new values in shared memory. Then the scales are known, and the block rounds the row. Where rounding
-// errors go into the states, nothing is kept or stored before the scales are known: the warps update the tiles once more
-// then, round the weights and store all. They read the tiles from the cache.
+// errors go into the states, the warps keep and store nothing before the scales are known. Then they read the tiles again,
+// from the cache, update them once more, round the weights and store all.
 DEVICE void step_rows(const Tensor *tensors, const Scalars *scalars, const int *locate, uint32 rows, float factor) {
     const uint32 warps = blockDim.x / 32;
     const int lane = threadIdx.x % 32;

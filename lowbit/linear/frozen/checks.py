@@ -122,13 +122,14 @@ def autocast_inputs(
     return x, bias
 
 
-def looked_up(
+def remembered(
     x: Tensor, weight: Any, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None, tuple[Any, ...] | None, Any]:
-    """For a linear of a trained weight: x and bias as autocast casts them, all that the checks and the choice of a
-    product depend on and that can change during the life of a weight object, and what the weight remembers for it.
+    """What a trained weight [N, K] remembers for a linear of x [..., K] and a bias [N].
 
-    The last is None where nothing was found yet. The last two are None in graphs and in a trace, which notes each call.
+    Returns x and the bias as autocast casts them, the arguments of `known`, and what was found for them. The arguments
+    are all that the checks and the choice of a product depend on and that can change during the life of a weight
+    object. Nothing found is None. In graphs, and in a trace, which notes each call, the arguments are None too.
     """
     if _is_compiling() or tracer.active is not None:
         return x, bias, None, None
