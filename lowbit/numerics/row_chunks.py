@@ -65,7 +65,8 @@ def count_nonfinite(t: Tensor) -> int:
     """
     if not t.numel():
         return 0
-    ends = [end for chunk in row_chunks(t) for end in chunk.aminmax()]
-    if bool(torch.stack(ends).isfinite().all()):
+    # Booleans, because autocast refuses to stack numbers of another 16-bit dtype than its own.
+    ends = [end.isfinite() for chunk in row_chunks(t) for end in chunk.aminmax()]
+    if bool(torch.stack(ends).all()):
         return 0
     return int(torch.stack([(~chunk.isfinite()).sum() for chunk in row_chunks(t)]).sum())

@@ -87,3 +87,18 @@ def test_what_is_not_finite_is_counted(shape: tuple[int, ...], dtype: torch.dtyp
         t.view(-1)[-1] = bad
         assert row_chunks.count_nonfinite(t) == 1
         assert row_chunks.count_nonfinite(torch.stack([t, t])) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_nonfinite_elements_are_counted_under_any_autocast(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch stacks no tensors of a 16-bit dtype under autocast to another one."""
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 20)
+    weight = torch.randn(7, 13, dtype=dtype)
+    for target in (torch.bfloat16, torch.float16):
+        with torch.autocast("cpu", target):
+            assert row_chunks.count_nonfinite(weight) == 0
+            bad = weight.clone()
+            bad[2, 3], bad[6, 0] = float("nan"), -float("inf")
+            assert row_chunks.count_nonfinite(bad) == 2
