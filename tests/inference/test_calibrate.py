@@ -90,6 +90,20 @@ def test_a_forward_with_an_autocast_of_its_own_sees_the_present_values() -> None
     assert layer(torch.ones(4)).max() == 0
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_fold_under_autocast_to_float16(dtype: torch.dtype) -> None:
+    plain = llama().to(dtype)
+    models = [copy.deepcopy(plain) for _ in range(2)]
+    scheme = lb.IntxWeightOnly(3, 32)
+    expected = lb.calibrate(models[0], scheme, BATCHES, steps=[AWQ()])
+    with torch.autocast("cpu", torch.float16):
+        found = lb.calibrate(models[1], scheme, BATCHES, steps=[AWQ()])
+    assert found.layers.keys() == expected.layers.keys()
+    held_out = tokens(7, 8, 32)
+    damages = [damage(model, plain, held_out) for model in models]
+    assert damages[1] < 1.1 * damages[0]
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("pairs", [0.0, 1.0])
 def test_a_decoder_loses_less_than_rounded(tied: bool, pairs: float) -> None:

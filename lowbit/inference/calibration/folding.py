@@ -329,7 +329,9 @@ def _hooked(linears: Sequence[nn.Linear], hook: Callable[..., Any]) -> Iterator[
 def _powers(folding: Folding) -> Tensor:
     """Powers of two [K], in the dtype of the weights."""
     weight = folding.linears[0].weight
-    limits = _HALF_EXPONENTS if weight.dtype is torch.float16 else _EXPONENTS
+    device = weight.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+    limits = _HALF_EXPONENTS if torch.float16 in (weight.dtype, dtype) else _EXPONENTS
     size = weight.shape[1]
     exponents = torch.randint(*limits, (size,), generator=torch.Generator().manual_seed(size))
     return torch.ldexp(torch.ones(size, dtype=torch.float32), exponents).to(weight)
@@ -343,7 +345,10 @@ def _is_divided(found: Tensor, x: Tensor, scale: Tensor) -> bool:
     if _equal(found, expected) or found.dtype is not torch.float16:
         return _equal(found, expected)
     relative = 2 * torch.finfo(torch.float16).eps
-    return torch.allclose(found, expected, rtol=relative, atol=_HALF_ERROR, equal_nan=True)
+    # Under autocast a scale in float32 makes the quotient float32.
+    return torch.allclose(
+        found.float(), expected.float(), rtol=relative, atol=_HALF_ERROR, equal_nan=True
+    )
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
