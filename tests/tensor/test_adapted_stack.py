@@ -188,17 +188,21 @@ def _saves_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointP
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-@pytest.mark.parametrize("selective", [False, True])
-def test_recomputed(selective: bool) -> None:
+def _saves_all(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE
+
+
+@pytest.mark.parametrize("policy", [None, _saves_products, _saves_all])
+def test_recomputed(policy: Callable[..., CheckpointPolicy] | None) -> None:
     weight, a, b, x, offsets = operands()
-    chosen = {"context_fn": lambda: create_selective_checkpoint_contexts(_saves_products)}
+    chosen = {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
 
     def layer(x: Tensor) -> Tensor:
         return torch._grouped_mm(x, added(weight, a, b), offs=offsets).sin()
 
     wanted = results(layer(x), x, a, b)
     found = results(
-        checkpoint(layer, x, use_reentrant=False, **(chosen if selective else {})), x, a, b
+        checkpoint(layer, x, use_reentrant=False, **(chosen if policy else {})), x, a, b
     )
     for name, own in found.items():
         assert relative_error(own, wanted[name]) < 1e-6, name

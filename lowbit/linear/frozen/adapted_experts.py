@@ -102,8 +102,9 @@ def _readable(factor: Tensor) -> Tensor:
 
 
 def _add(y: Tensor, t: Tensor, b: Tensor, scale: float, offsets: Tensor) -> Tensor:
-    """y + scale · t · B, in the memory of y unless a mode keeps results, such as selective checkpointing."""
+    """y + scale · t · B, in the memory of y unless a mode may keep y, as selective checkpointing does."""
+    if _dispatch_modes():
+        return y.add(torch._grouped_mm(t, _readable(b), offs=offsets), alpha=scale)
     from lowbit_kernels.matmul.add_grouped_mm import add_grouped_mm_  # imports Triton
 
-    y = y.clone() if _dispatch_modes() else y
     return add_grouped_mm_(y, t, b, offsets, scale)
