@@ -234,9 +234,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
         check_common(group)
         check_options(group, self.options)
         if group["weight_correction"] == "momentum" and self.compensation(group) is None:
+            options = [f"{n}={group[n]!r}" for n in ("betas", "momentum", "use_muon") if n in group]
             raise ValueError(
                 "weight_correction='momentum' adds the rounding errors of weights to a momentum, and "
-                f"{type(self).__name__} has none that moves a weight by its size, with these options; accepted: AdamW, "
+                f"{type(self).__name__} has none that moves a weight by its size, with "
+                f"{', '.join(options) or 'any options'}; accepted: AdamW, "
                 "Adam and AdEMAMix with betas[0] above 0, SGD with a momentum above 0 and below 1, and Muon's groups "
                 "with use_muon=False. For others leave it out, or take weight_correction='16bit' for bfloat16 weights"
             )

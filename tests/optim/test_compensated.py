@@ -217,19 +217,22 @@ def test_float32_weights_are_left_alone():
 
 
 @pytest.mark.parametrize(
-    "make",
+    "cls,options,named",
     [
-        lambda p: optim.SGD(p, weight_correction="momentum"),
-        lambda p: optim.SGD(p, momentum=1.0, weight_correction="momentum"),
-        lambda p: optim.Lion(p, weight_correction="momentum"),
-        lambda p: optim.AdEMAMix(p, betas=(0.0, 0.9, 0.99), weight_correction="momentum"),
-        lambda p: optim.Muon([{"params": p, "use_muon": True}], weight_correction="momentum"),
+        (optim.SGD, {}, "momentum=0.0"),
+        (optim.SGD, {"momentum": 1.0}, "momentum=1.0"),
+        (optim.Lion, {}, "betas="),
+        (optim.AdEMAMix, {"betas": (0.0, 0.9, 0.99)}, r"betas=\(0.0, 0.9, 0.99\)"),
+        (optim.Muon, {}, "use_muon=True"),
     ],
-    ids=["SGD", "SGD 1", "Lion", "AdEMAMix", "Muon"],
 )
-def test_optimizers_without_a_momentum_that_could_take_it(make):
-    with pytest.raises(ValueError, match=r"has none that moves a weight by its size.*'16bit'"):
-        make([nn.Parameter(rand(64, 64).bfloat16())])
+def test_optimizers_without_a_momentum_that_could_take_it(cls, options, named):
+    group = {"params": [nn.Parameter(rand(64, 64).bfloat16())]}
+    if cls is optim.Muon:
+        group["use_muon"] = True
+    told = f"none that moves a weight by its size, with .*{named}.*'16bit'"
+    with pytest.raises(ValueError, match=told):
+        cls([group], weight_correction="momentum", **options)
 
 
 @pytest.mark.usefixtures("steps")
