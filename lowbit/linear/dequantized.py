@@ -88,9 +88,8 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
             check_linear(x, weight)
             x, bias = autocast_inputs(x, weight, bias)
             n, k = weight.shape
-            m = math.prod(
-                x.shape[:-1]
-            )  # Size.numel() would make a symbol of torch.compile a number
+            # Size.numel() would make a symbol of torch.compile a number.
+            m = math.prod(x.shape[:-1])
             tracer.note(m, n, k, why, weight)
             if arguments is not None:
                 remember(weight, x, arguments, DequantizedOperands)

@@ -126,9 +126,7 @@ def _columns_kernel(
     own = expert.to(tl.int64) * k + columns
     column_scale = tl.load(b_scale + own, mask=column_inside, other=0)
     result = sums.to(tl.float32) * row_scale[:, None] * column_scale[None, :]
-    result = tl.where(
-        count > 0, result, 0.0
-    )  # the scales of an expert without tokens have any value
+    result = tl.where(count > 0, result, 0.0)  # scales of experts without tokens have any value
     wanted = row_inside[:, None] & column_inside[None, :]
     at = of_rows[:, None] * k + columns[None, :]
     tl.store(out + at, result.to(out.dtype.element_ty), mask=wanted)

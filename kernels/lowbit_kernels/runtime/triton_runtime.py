@@ -173,9 +173,8 @@ def launch(
     """
     with torch.cuda.device_of(results[0]):
         compiled = kernel[(programs,)](*arguments, **constants)
-    plannable = (
-        compiled is not None and results[0].is_cuda
-    )  # nothing comes back from the interpreter
+    # Nothing comes back from the interpreter.
+    plannable = compiled is not None and results[0].is_cuda
     if op is None or not plannable or torch.version.hip or not _is_known():
         return
     named = dict(zip(kernel.arg_names, arguments, strict=False))

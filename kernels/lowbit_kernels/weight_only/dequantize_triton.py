@@ -96,9 +96,8 @@ def numbers_of_codes(code, table, inside, KIND: tl.constexpr):
 def _integers(code, s, zeros, inside, OFFSET: tl.constexpr, ZERO: tl.constexpr):
     """The values of integers: their codes as a bit stream stores them, and pointers to zero points."""
     if ZERO == "value":
-        exact = (code.to(tl.int64) | 0x4330000000000000).to(
-            tl.float64, bitcast=True
-        )  # 2**52 + code
+        bits = code.to(tl.int64) | 0x4330000000000000  # of 2**52 + code
+        exact = bits.to(tl.float64, bitcast=True)
         zero = tl.load(zeros, mask=inside, other=0).to(tl.float64)
         return ((exact - (4503599627370496.0 + OFFSET)) * s.to(tl.float64) + zero).to(tl.float32)
     bias = 8388608.0 + OFFSET  # 2**23

@@ -241,9 +241,8 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
     if tile.tokens == 256 and (bits == 8 or (unpacking.table and bits == 4)):
         return STEP
     if unpacking.table:
-        fills = (
-            tile.tokens == 64 and tile.lanes > 1 and bits == 4
-        )  # with few stages, beside sums and the table
+        # With few stages, beside sums and the table.
+        fills = tile.tokens == 64 and tile.lanes > 1 and bits == 4
         return STEP if fills or (unpacking.rounding != "never" and k % (2 * STEP)) else 2 * STEP
     narrow = tile.tokens <= 32 or tile == (64, 128, 2)
     return 256 if narrow and bits == 4 and _pairs_groups(unpacking, k) else 128

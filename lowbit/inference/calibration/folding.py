@@ -227,9 +227,8 @@ class _Place:
     def run(self, hidden: Any) -> Tensor:
         if self.modules is None:
             return output_tensor(call(self.module, hidden))
-        found: Tensor = self.arguments.run(
-            self.module, hidden.clone()
-        )  # a block may write to its input
+        # A clone, since a block may write to its input.
+        found: Tensor = self.arguments.run(self.module, hidden.clone())
         return found
 
     def search(self, group: _Group, order: Sequence[Any], names: dict[int, str]) -> Folding | None:

@@ -42,10 +42,8 @@ def even_rows(matrices: Tensor, moments: Tensor, beta2: float) -> Tensor:
         `matrices`, each with the norm sqrt(min(rows, cols)), that of an exactly orthogonal one. The bits of one do not
         depend on the others.
     """
-    from lowbit_kernels.elementwise.scale_matrices import (
-        row_norms,
-        scale_matrices,
-    )  # imports Triton
+    # It imports Triton.
+    from lowbit_kernels.elementwise.scale_matrices import row_norms, scale_matrices
 
     rows, cols = matrices.shape[1:]
     roots = row_norms(matrices, 2) / math.sqrt(max(cols, 1))

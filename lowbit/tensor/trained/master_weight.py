@@ -128,9 +128,8 @@ class MasterWeightTensor(TrainableTensor):
         held: Uncopied | None = self.__dict__.get("_row_counter")
         if held is None or held.tensor is None:
             with torch.no_grad():
-                row = self.select(
-                    0, 0
-                ).detach()  # without `detach`, a view, which would keep this tensor
+                # Without `detach` it is a view, which would keep this tensor.
+                row = self.select(0, 0).detach()
                 row.data = row.new_empty(0)  # the version stays, the memory of the weight does not
             held = self._row_counter = Uncopied(row)
         found: Tensor = held.tensor

@@ -34,10 +34,7 @@ class RowCodes:
 
     @staticmethod
     def encode(shard: Any, gather: Gather) -> Wire | None:
-        scheme, weight = (
-            shard.scheme,
-            shard.weight,
-        )  # other attributes of `shard` take Python longer
+        scheme, weight = shard.scheme, shard.weight  # other attributes take Python longer
         if not scheme.gathers_codes(weight):
             return None
         shape = weight.shape
