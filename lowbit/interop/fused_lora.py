@@ -24,6 +24,7 @@ from torch.nn import functional as F
 from lowbit.convert import check_module, is_tuner
 from lowbit.layers.frozen import shown_class
 from lowbit.layers.stand_in import StandIn, give
+from lowbit.linear.frozen.checks import autocast_dtype
 from lowbit.linear.frozen.row import MOST_BYTES, grad_of_input
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tracing import tracer
@@ -127,8 +128,7 @@ def _result(layer: Any, x: Tensor, args: Any, kwargs: Any) -> Tensor | None:
     given = args or any(value is not None for value in kwargs.values())
     if given or not names or not _is_served(base, x):
         return None
-    device = x.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+    dtype = autocast_dtype(x.device.type) or x.dtype
     a, b, s = layer.lora_A, layer.lora_B, 1.0
     if len(names) == 1:
         a, b, s = a[names[0]].weight, b[names[0]].weight, layer.scaling[names[0]]

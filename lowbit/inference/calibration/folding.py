@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from lowbit.convert import Target, find_owners, is_tuner
 from lowbit.inference.calibration.batches import Batches, counted_rows, mask_of
 from lowbit.inference.calibration.stages import chain_of
+from lowbit.linear.frozen.checks import autocast_dtype
 from lowbit.tracing.batches import call, deterministic, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import NotAChain, capture
 from lowbit.tracing.trace import state_restored
@@ -328,9 +329,8 @@ def _hooked(linears: Sequence[nn.Linear], hook: Callable[..., Any]) -> Iterator[
 def _powers(folding: Folding) -> Tensor:
     """Powers of two [K], in the dtype of the weights."""
     weight = folding.linears[0].weight
-    device = weight.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
-    limits = _HALF_EXPONENTS if torch.float16 in (weight.dtype, dtype) else _EXPONENTS
+    dtypes = weight.dtype, autocast_dtype(weight.device.type)
+    limits = _HALF_EXPONENTS if torch.float16 in dtypes else _EXPONENTS
     size = weight.shape[1]
     exponents = torch.randint(*limits, (size,), generator=torch.Generator().manual_seed(size))
     return torch.ldexp(torch.ones(size, dtype=torch.float32), exponents).to(weight)

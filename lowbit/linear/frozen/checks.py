@@ -96,6 +96,11 @@ def refuse_second_derivative(what: str, kind: str = "") -> None:
 _FIRST_ONLY = "accepted: backward() and autograd.grad without create_graph=True"
 
 
+def autocast_dtype(kind: str) -> torch.dtype | None:
+    """The dtype of autocast on devices of this kind, such as "cuda"; None where it is not enabled."""
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+
 def autocast_inputs(
     x: Tensor, weight: Tensor, bias: Tensor | None, product: str = "linear"
 ) -> tuple[Tensor, Tensor | None]:
@@ -106,8 +111,8 @@ def autocast_inputs(
     """
     takes_part = not x.is_meta and x.dtype is not torch.float64
     kind = "cuda" if x.is_cuda else "cpu" if x.is_cpu else x.device.type  # the last takes longer
-    if takes_part and torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
+    if takes_part and (dtype := autocast_dtype(kind)) is not None:
+        x = x.to(dtype)
         return x, None if bias is None else bias.to(x.dtype)
     if x.dtype != weight.dtype:
         raise ValueError(

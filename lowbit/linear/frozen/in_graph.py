@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.linear.frozen import experts
+from lowbit.linear.frozen.checks import autocast_dtype
 from lowbit.linear.frozen.frozen_linear import any_linear
 from lowbit.linear.frozen.whole import taken_whole
 
@@ -118,8 +119,7 @@ def sibling_linear(x: Tensor, weight: Any, bias: Tensor | None, place: str, numb
     index, parts = int(at), [int(size) for size in sizes.split(",")]
     calls = _CALLS.setdefault((f"{sizes} {path}", number), _Calls())
     written = None if x.is_inference() else x._version
-    kind = x.device.type
-    cast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    cast = autocast_dtype(x.device.type)
     if index == 0:
         calls.first, calls.equal, calls.outputs = (weakref.ref(x), written, cast), 0, None
         calls.operands = weight, bias

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.linear.frozen.checks import autocast_dtype
 from lowbit.tensor.core.adapted_stack import adapted_stack
 
 ACCEPTED = (
@@ -118,9 +119,8 @@ def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
             held: Any = next(t for t in (input, a, b) if isinstance(t, low))
             raise held._unsupported("a sum with a product with out=")
         if multiply is torch.bmm and beta == 1 and getattr(input, "stored_as", None) is not None:
-            kind = a.device.type
-            if torch.is_autocast_enabled(kind):
-                a, b = (t.to(torch.get_autocast_dtype(kind)) for t in (a, b))
+            if (dtype := autocast_dtype(a.device.type)) is not None:
+                a, b = a.to(dtype), b.to(dtype)
             if (y := adapted_stack(input, a, b, alpha)) is not None:
                 return y
         y = multiply(a, b)

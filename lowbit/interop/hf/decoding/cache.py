@@ -24,6 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from lowbit.interop.hf.decoding.refused import refused
+from lowbit.linear.frozen.checks import autocast_dtype
 from lowbit_kernels.decoding.decode_attention import attention as prompt_attention
 from lowbit_kernels.decoding.decode_attention import decode_attention
 
@@ -122,8 +123,7 @@ class SlotLayer(CacheLayerMixin):
 
 def autocast(t: Tensor) -> Tensor:
     """A query, key or value in the dtype in which autocast gives it to SDPA."""
-    kind = t.device.type
-    return t.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else t
+    return t.to(autocast_dtype(t.device.type) or t.dtype)
 
 
 class SlotCache(Cache):
