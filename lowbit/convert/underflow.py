@@ -18,8 +18,8 @@ from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
 
 @torch.no_grad()
 def underflow(weight: Tensor, made: Tensor) -> str | None:
-    """What a report says of the groups at their smallest scale that are 0 in `made` and not in `weight`. None: there
-    are none. The weight itself is read only where a scale is at its smallest.
+    """A sentence for a report, on the groups of `weight` that became 0 in `made`; None if there are none. The weight
+    itself is read only where a scale is the smallest that can be stored.
 
     Args:
         weight: [..., N, K], the plain weight that was rounded.

@@ -96,7 +96,7 @@ def _decide(
 
 
 class Choices(NamedTuple):
-    """What a product reads of `LowbitProducts`, where most are properties, which take the host longer."""
+    """The attributes of a `LowbitProducts` that products read. There most are properties, which take longer to read."""
 
     output: bool
     grad_input: bool

@@ -286,9 +286,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
 
         parts = _parts(weight, spec)
         if len(parts) == 1:
-            return rounded(
-                parts[0]
-            ).detach()  # not a view, which autograd would not let anyone change in place
+            return rounded(parts[0]).detach()  # not a view, as in `StraightThrough`
         values = torch.empty_like(weight, memory_format=torch.contiguous_format)
         for part in parts:
             values[part] = rounded(part)

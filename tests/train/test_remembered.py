@@ -180,7 +180,7 @@ def python_calls(run: Callable[[], Any]) -> int:
 
 @every_scheme
 def test_an_eager_step_runs_little_python(scheme, monkeypatch):
-    """Of the library: neither of the ops, nor of how a CPU reads codes."""
+    """Only the library's own calls count, without those of its ops and of a CPU that reads codes."""
     layer = prepared(scheme, torch.bfloat16)
     if isinstance(scheme, LowbitWeight):
         values = layer[0].weight.dequantize()

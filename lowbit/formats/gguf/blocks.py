@@ -241,11 +241,9 @@ def _nonfinite(weight: Tensor) -> int:
     """How many values of a float16 weight are infinite or NaN."""
     if isinstance(weight, (AffineTensor, TableTensor)):
         scale, zero = weight.scale, getattr(weight, "zero_point", None)
-        top = (
-            2.0 ** (int(scale.max()) - 127)
-            if scale.dtype is torch.uint8
-            else float(scale.abs().max())
-        )
+        top = float(scale.abs().max())
+        if scale.dtype is torch.uint8:  # exponents of two, less 127
+            top = 2.0 ** (int(top) - 127)
         # codes have 8 bits at most: where this bound holds nothing needs to be decoded
         if 256 * top + (0.0 if zero is None else float(zero.float().abs().max())) < LARGEST:
             return 0

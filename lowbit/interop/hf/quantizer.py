@@ -264,11 +264,9 @@ class LowbitQuantizer(HfQuantizer):
             first = seen.setdefault(id(weight), name)
             is_low = isinstance(weight, LowbitTensor)
             shape = weight.mT.shape if name in plan.transposed else weight.shape
-            note = (
-                scheme.describe(shape) + self._lost.get(name, "")
-                if is_low
-                else "not in the checkpoint, so plain"
-            )
+            note = "not in the checkpoint, so plain"
+            if is_low:
+                note = scheme.describe(shape) + self._lost.get(name, "")
             note = note if first == name else f"tied to {first}"
             yield Entry(name, tuple(weight.shape), is_low, note)
 

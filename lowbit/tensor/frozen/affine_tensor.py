@@ -589,9 +589,8 @@ _OF_INPUTS_FIRST: dict[Any, Callable[..., Tensor | None]] = {
 
 def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
     """Both operands of a product of stacked weights [E, K, N], which runs in high precision: x rounded as the weight's
-    products round it, and the weight without that rule."""
+    products round it, and the weight without that rule. Experts [E, N, K] may stand on the left."""
     if isinstance(x, AffineTensor) and not isinstance(weight, LowbitTensor) and weight.ndim == 3:
-        # experts [E, N, K] from the left
         inputs, plain = _rounded_for_experts(weight.transpose(-2, -1), x)
         return plain, inputs.transpose(-2, -1)
     is_stack = isinstance(weight, AffineTensor) and weight.ndim == 3
