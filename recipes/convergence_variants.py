@@ -49,6 +49,7 @@ def variants() -> dict[str, Variant]:
     torch_adamw: Any = torch.optim.AdamW
     adamw: Any = partial(lowbit.optim.AdamW, state="fp32")
     stochastic: Any = partial(adamw, bf16_stochastic_round=True)
+    dropped: Any = partial(stochastic, weight_correction=False)
     corrected: Any = partial(adamw, weight_correction="8bit")
     exact: Any = partial(adamw, weight_correction="16bit")
     into_momentum: dict[str, Any] = {"weight_correction": "momentum"}
@@ -70,7 +71,7 @@ def variants() -> dict[str, Variant]:
             "float8-products", "float8 products, a scale a row", fp32, torch_adamw, 0.005, float8
         ),
         Variant("int8-weights", "int8 weights, no copy", bf16, stochastic, None, int8_weight),
-        Variant("int4-weights", "int4 weights, no copy", bf16, stochastic, None, int4_weight),
+        Variant("int4-weights", "int4 weights, no copy", bf16, dropped, None, int4_weight),
         *[
             Variant(
                 f"{bits}-weights-{states}",

@@ -17,7 +17,7 @@ Errors of weights
 With `weight_correction="momentum"` the error e of a weight, p before it is rounded less p after, goes into the momentum
 (ECO, arXiv 2601.22101)::
 
-    m = m + e * (1 - r / beta1) * (1 - beta1**t) * (sqrt(s / (1 - beta2**t)) + eps) / lr
+    m = m + e * (1 - r / beta1) * (1 - beta1**t) * (sqrt(s / (1 - beta2**t)) + eps) / max(lr, least_lr)
     r = 1 - lr * weight_decay
 
 for Adam with r = 1; nothing where lr is 0. In later steps this part of m decays as beta1**k, and moves the weight by
@@ -25,7 +25,10 @@ for Adam with r = 1; nothing where lr is 0. In later steps this part of m decays
 stay the same, p + (what m still owes) is exactly the weight that was never rounded. The paper has r = 1 in the quotient
 and r as a factor. With its form a part of the order of lr * weight_decay / (1 - beta1) would be left.
 
-The term grows as 1 / lr. It must not be clipped: most errors of stochastic rounding are small and of one sign, and the
+The term grows as 1 / lr. If the rate rises again, each step moves the weight by too much: after a warm restart from a
+rate near 0 the loss of a small network with int4 weights rose from 0.006 to 395. So below least_lr, a tenth of the
+group's first rate (`LowbitOptimizer.least_rate`), a part of the error is lost, where weights hardly move. The term must
+not be clipped: most errors of stochastic rounding are small and of one sign, and the
 others are large, so clipping would leave a mean that moves weights faster.
 
 States in few bits
@@ -119,6 +122,7 @@ def compensate(
     betas: tuple[float, ...],
     eps: float,
     weight_decay: float,
+    least_lr: float,
     decoupled_weight_decay: bool = True,
     **others: Tensor,
 ) -> None:
@@ -128,21 +132,22 @@ def compensate(
         error: e, the shape and dtype of the states.
         step: t, float64 without dimensions.
         betas: those of m and v come first.
+        least_lr: the rate that stands in the quotient if lr is lower.
         others: states that stay as they are, such as the slow moment of AdEMAMix, in which its update is linear too.
     """
     beta1, beta2 = betas[:2]
     kept = 1 - lr * weight_decay if decoupled_weight_decay else 1.0
     root = (1 - beta2**step).sqrt()
     second = exp_avg_sq if max_exp_avg_sq is None else max_exp_avg_sq
-    factor = return_rate(lr, (1 - kept / beta1) * (1 - beta1**step) / root)
+    factor = per_rate(lr, least_lr, (1 - kept / beta1) * (1 - beta1**step) / root)
     exp_avg.add_(second.sqrt().add_(eps * root).mul_(factor).mul_(error))
 
 
-def return_rate(lr: float | Tensor, numerator: Any) -> Any:
-    """numerator / lr; 0 where lr is 0 or nearly so, because nothing may be injected then."""
+def per_rate(lr: float | Tensor, least_lr: float, numerator: Any) -> Any:
+    """numerator / max(lr, least_lr); 0 where lr is 0 or nearly so, because nothing may be injected then."""
     if isinstance(lr, Tensor):
-        return torch.where(lr > LEAST_RATE, numerator / lr, 0.0)
-    return numerator / lr if lr > LEAST_RATE else 0.0
+        return torch.where(lr > LEAST_RATE, numerator / lr.clamp_min(least_lr), 0.0)
+    return numerator / max(lr, least_lr) if lr > LEAST_RATE else 0.0
 
 
 def largest_ratio(beta1: float, beta2: float) -> float:
@@ -212,7 +217,7 @@ class AdamBase(LowbitOptimizer):
         if not group["betas"][0]:
             return None
         kept = "(1.0 - lr * weight_decay)" if self.decoupled else "1.0"
-        factor = f"(1.0 - {kept} / beta1) * (1.0 - pow(beta1, t)) / root / lr"
+        factor = f"(1.0 - {kept} / beta1) * (1.0 - pow(beta1, t)) / root / rate"
         second = "s[2]" if group["amsgrad"] else "s[1]"
         return factor, f"s[0] += (sqrtf({second}) + c[1]) * c[11] * e;"
 

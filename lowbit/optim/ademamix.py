@@ -222,7 +222,7 @@ class AdEMAMix(LowbitOptimizer):
     def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
         if not group["betas"][0]:
             return None
-        factor = "(1.0 - (1.0 - lr * weight_decay) / beta1) * (1.0 - pow(beta1, t)) / root / lr"
+        factor = "(1.0 - (1.0 - lr * weight_decay) / beta1) * (1.0 - pow(beta1, t)) / root / rate"
         return factor, "s[0] += (sqrtf(s[2]) + c[3]) * c[11] * e;"
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:

@@ -52,6 +52,7 @@ from lowbit.optim.options import (
     COMMON_DEFAULTS,
     KEPT_ON_LOADING,
     LEAST_RATE,
+    RETURN_SHARE,
     Check,
     CommonOptions,
     check_common,
@@ -88,6 +89,11 @@ _OWN_STATES = {"step", "weight_correction"}
 
 
 @functools.cache
+def _read(rate: float | Tensor) -> float:
+    """The value of a learning rate; 0 without one, on the meta device."""
+    return 0.0 if isinstance(rate, Tensor) and rate.is_meta else float(rate)
+
+
 def _made_rule(hyper: tuple[str, ...], prepare: str, update: str, compensate: str) -> Rule:
     from lowbit_kernels.elementwise.fused_step import Rule
 
@@ -129,7 +135,8 @@ class LowbitOptimizer(torch.optim.Optimizer):
     compensate: ClassVar[Callable[..., None] | None] = None
     """The formula of `weight_correction="momentum"`: a static function that adds the error of a rounded weight to the
     states, in place; None: the algorithm has none. It is called after `reference`, with `error` (float32), the weight
-    before it was rounded less the weight after, in place of `param` and `grad`. It adds nothing where `lr` is 0."""
+    before it was rounded less the weight after, in place of `param` and `grad`, and may take `least_lr`, see
+    `least_rate`. It adds nothing where `lr` is 0."""
     eager_steps: ClassVar[tuple[Step, ...]] = (EagerStep(),)
     """The steps that update the parameters that kernels leave, in this order."""
 
@@ -138,6 +145,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     _fused: FusedStep | None = None  # of the last step
     _in_backward: Any = None  # the handle of step_in_backward
     _checked: Sequence[Any] = ()  # the options of all groups, as they were checked last
+    _first_rates: Sequence[float] = ()  # of the groups, when they were added
 
     def __init_subclass__(cls, *, state: str | None = None, **kwargs: Any) -> None:
         """`state` sets `default_state`: a variant of an optimizer is a class with this one difference."""
@@ -198,8 +206,9 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return None
 
     def compensation(self, group: dict[str, Any]) -> tuple[str, str] | None:
-        """The formula of `compensate` as C++ for the kernels: an expression in double, stored as `c[11]` (0 where `lr`
-        is 0), and statements, `Rule.compensate`. None: a group that has no momentum to take errors."""
+        """The formula of `compensate` as C++ for the kernels: an expression in double of the options and `rate`, the
+        larger of `lr` and `least_lr`, stored as `c[11]` (0 where `lr` is 0); and statements, `Rule.compensate`. None: a
+        group that has no momentum to take errors."""
         return None
 
     def is_elementwise(self, group: dict[str, Any]) -> bool:
@@ -217,17 +226,39 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 "it, or override hyper()"
             ) from error
 
-    def kernel_rule(self, group: dict[str, Any]) -> Rule | None:
-        """`hyper_names`, `prepare` and `rule`, with the gradient turned for a group that ascends."""
+    def kernel_rule(self, group: dict[str, Any], returns_errors: bool = False) -> Rule | None:
+        """`hyper_names`, `prepare` and `rule`, with the gradient turned for a group that ascends.
+
+        Args:
+            group: the options.
+            returns_errors: for weights whose rounding errors go into the momentum, by `compensation`. Without it the
+                errors are dropped.
+        """
         update = self.rule(group)
         if update is None:
             return None
         turned = "g = -g;\n" if group.get("maximize") else ""
         prepare, compensate = self.prepare, ""
-        if group["weight_correction"] == "momentum":
-            factor, compensate = self.compensation(group) or ("0.0", "")
+        if returns_errors and (found := self.compensation(group)) is not None:
+            factor, compensate = found
+            prepare += "const double rate = fmax(lr, least_lr);"
             prepare += f"c[11] = lr > {LEAST_RATE} ? {factor} : 0.0;"
         return _made_rule(self.hyper_names, prepare, turned + update, compensate)
+
+    def least_rate(self, group: dict[str, Any]) -> float:
+        """The learning rate below which errors go into the momentum as at this one: `RETURN_SHARE` of the group's
+        first rate, which is `initial_lr` under a scheduler of torch, and otherwise that with which the group was added.
+        """
+        rate = group.get("initial_lr")
+        if rate is None:
+            pairs = zip(self.param_groups, self._first_rates, strict=False)
+            rate = next((first for own, first in pairs if own is group), 0.0)
+        elif isinstance(rate, Tensor):
+            read: dict[int, tuple[Tensor, float]] = self.__dict__.setdefault("_read_rates", {})
+            if id(rate) not in read:  # once, because the host waits for a device
+                read[id(rate)] = rate, _read(rate)
+            rate = read[id(rate)][1]
+        return RETURN_SHARE * rate
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that is not accepted; put options into their normal form."""
@@ -310,6 +341,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
             check_shared(param_group, self.param_groups)
         super().add_param_group(param_group)
         self._checked = [*self._checked, *self._options_of(self.param_groups[-1:])]
+        self._first_rates = [*self._first_rates, _read(self.param_groups[-1]["lr"])]
 
     # ---- the step -------------------------------------------------------------------------------------------
 
@@ -580,9 +612,14 @@ class LowbitOptimizer(torch.optim.Optimizer):
             made["weight_correction"] = states.correction_like(group, param, kept)
         return made
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_first_rates": self._first_rates}  # type: ignore[misc]
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._fused, self.stepped_by = None, SteppedBy()
+        if len(self._first_rates) != len(self.param_groups):  # of a state made by other code
+            self._first_rates = [_read(group["lr"]) for group in self.param_groups]
 
     def state_bytes(self) -> int:
         """Bytes that the states take on this rank now. States are created at the first step."""

@@ -33,16 +33,19 @@ class CommonOptions(TypedDict, total=False):
         bf16_stochastic_round: round bfloat16 weights stochastically (arXiv 2010.06192), so that updates below half of
             their last bit are not lost. The random bits are a function of (seed, step, parameter, element): the same at
             any sharding, and after a restart. Weights of other dtypes are unaffected. False by default.
-        weight_correction: what becomes of the part of a weight that rounding takes. None, the default: it is lost.
-            "8bit": the bits below a bfloat16 weight are kept in one more byte of state, so that it behaves as a weight
-            of 24 bits. "16bit": in two more bytes, so that it is a float32 weight. Steps are those of float32 weights
-            to the bit, with states in any format; the bfloat16 weight is the nearest, and a tie goes away from zero.
-            Neither together with `bf16_stochastic_round`. "momentum": it goes into the momentum, which moves the weight
-            later (ECO, arXiv 2601.22101), and takes no memory. This is for bfloat16, `Int8Weight` and `Int4Weight`, and
-            for AdamW, Adam, AdEMAMix and SGD with momentum. All of them are rounded stochastically, whatever
-            `bf16_stochastic_round` says: to nearest, a weight would lag behind by up to beta / (2 - 2 beta) roundings.
-            A learning rate that jumps up a thousandfold, as at a restart, multiplies what waits in the momentum. Other
-            weights are unaffected.
+        weight_correction: what becomes of the part of a weight that rounding takes. None, the default: that of an
+            `Int4Weight` goes into the momentum, as with "momentum", if there is one and it has more than 4 bits; that
+            of other weights is lost. False: all of it is lost. "8bit": the bits below a bfloat16 weight are kept in one
+            more byte of state, so that it behaves as a weight of 24 bits. "16bit": in two more bytes, so that it is a
+            float32 weight. Steps are those of float32 weights to the bit, with states in any format; the bfloat16
+            weight is the nearest, and a tie goes away from zero. Neither together with `bf16_stochastic_round`.
+            "momentum": it goes into the momentum, which moves the weight later (ECO, arXiv 2601.22101), and takes no
+            memory. This is for bfloat16, `Int8Weight` and `Int4Weight`, and for AdamW, Adam, AdEMAMix and SGD with
+            momentum. All of them are rounded stochastically, whatever `bf16_stochastic_round` says: to nearest, a
+            weight would lag behind by up to beta / (2 - 2 beta) roundings. While the learning rate is below a tenth of
+            the group's first one (a scheduler's `initial_lr`, else the rate with which the group was added), only a
+            part of an error goes there, so that a rate that rises again, as at a restart, does no harm. Other weights
+            are unaffected.
         max_grad_norm: scale the gradients of a step to at most this norm over all of them (and all ranks), as
             `torch.nn.utils.clip_grad_norm_` does, but inside the step: `.grad` stays as it is. None (never) by default.
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step
@@ -63,7 +66,7 @@ class CommonOptions(TypedDict, total=False):
 
     state: str | None
     bf16_stochastic_round: bool
-    weight_correction: str | None
+    weight_correction: str | bool | None
     max_grad_norm: float | None
     skip_nonfinite: bool
     seed: int
@@ -92,6 +95,11 @@ KEPT_ON_LOADING = ("state", "foreach", "fused")
 
 LEAST_RATE = 1e-30
 """At learning rates up to this one no rounding error goes into a momentum: it would be divided by 0, or overflow."""
+
+
+RETURN_SHARE = 0.1
+"""At learning rates below this share of a group's first one, rounding errors go into a momentum as at this share. A
+later rise, as of warm restarts, multiplies them by 1 / RETURN_SHARE at most."""
 
 
 def check_common(group: dict[str, Any]) -> None:
@@ -236,7 +244,9 @@ _COMMON: dict[str, Check] = {
     "differentiable": check_flag,
     "foreach": check_optional_flag,
     "fused": check_optional_flag,
-    "weight_correction": partial(check_choice, accepted=(None, "momentum", *states.CORRECTIONS)),
+    "weight_correction": partial(
+        check_choice, accepted=(None, False, "momentum", *states.CORRECTIONS)
+    ),
 }
 
 

@@ -10,7 +10,9 @@ With gradient g (negated to maximize) and momentum b, whose first value is the g
 With `weight_correction="momentum"` the error e of a weight, p before it is rounded less p after, goes into the momentum
 (ECO, arXiv 2601.22101), whose later steps move the weight by e in all; nothing where lr is 0::
 
-    b = b + e * (1 - 1 / momentum) / lr         divided by momentum again with nesterov
+    b = b + e * (1 - 1 / momentum) / max(lr, least_lr)      divided by momentum again with nesterov
+
+`least_lr` is a tenth of the group's first rate, see `lowbit.optim.adam`.
 
 Because states start at zero, the first step is the ordinary one without dampening.
 
@@ -29,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.optim.adam import return_rate
+from lowbit.optim.adam import per_rate
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_finite, check_flag, check_nonnegative
 
@@ -72,16 +74,17 @@ def compensate(
     *,
     lr: float | Tensor,
     momentum: float,
+    least_lr: float,
     nesterov: bool = False,
 ) -> None:
     """Add the rounding error of the weight to b, in place; see the module for the formula.
 
     Args:
         error: e, the shape and dtype of the momentum.
+        least_lr: the rate that stands in the quotient if lr is lower.
     """
-    momentum_buffer.add_(
-        error * return_rate(lr, (1 - 1 / momentum) / (momentum if nesterov else 1))
-    )
+    share = (1 - 1 / momentum) / (momentum if nesterov else 1)
+    momentum_buffer.add_(error * per_rate(lr, least_lr, share))
 
 
 class SGD(LowbitOptimizer):
@@ -166,7 +169,7 @@ class SGD(LowbitOptimizer):
         if not 0 < group["momentum"] < 1:
             return None
         seen = " / momentum" if group["nesterov"] else ""
-        return f"(1.0 - 1.0 / momentum){seen} / lr", "s[0] += c[11] * e;"
+        return f"(1.0 - 1.0 / momentum){seen} / rate", "s[0] += c[11] * e;"
 
     def rule(self, group: dict[str, Any]) -> str:
         if not group["momentum"]:

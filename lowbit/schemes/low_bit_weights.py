@@ -97,8 +97,9 @@ class Int4Weight(LowbitWeight):
     """The weight itself has 4 bits, with a scale a group and no high-precision copy; see
     `lowbit.tensor.trained.int4_weight`.
 
-    Use it with `weight_correction="momentum"` of lowbit's optimizers: a step moves a weight by far less than the
-    distance of two codes, and stochastic rounding alone adds much noise. State dicts, FSDP2 and DistributedDataParallel
+    A step moves a weight by far less than the distance of two codes, and stochastic rounding alone adds much noise. So
+    lowbit's optimizers put what rounding takes into the momentum (`weight_correction`), unless its states have 4 bits.
+    State dicts, FSDP2 and DistributedDataParallel
     treat it as `Int8Weight`.
 
     Args:

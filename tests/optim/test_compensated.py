@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import math
+import pickle
 
 import pytest
 import torch
@@ -82,7 +85,7 @@ def descend(module, options, errors=(), only_update=None, returned=True):
             weight -= errors[i]
             if returned:
                 timed = {} if module is sgd else {"step": step}
-                module.compensate(errors[i], **states, **timed, **options)
+                module.compensate(errors[i], **states, **timed, least_lr=0.0, **options)
     return weight
 
 
@@ -211,6 +214,140 @@ def test_float32_weights_are_left_alone():
     run(optim.AdamW8bit(mine, weight_correction="momentum"), mine, 3)
     run(optim.AdamW8bit(theirs), theirs, 3)
     assert torch.equal(mine[0], theirs[0])
+
+
+# ---- rates that fall and rise ---------------------------------------------------------------------------------
+
+
+def fitted(kind, choice, rate_at):
+    """The losses of a small network whose first layer has low-bit weights, with the rates `rate_at(step)`."""
+    torch.manual_seed(0)
+    target, model = (
+        nn.Sequential(nn.Linear(64, 48), nn.GELU(), nn.Linear(48, 16)) for _ in range(2)
+    )
+    if kind == "bf16":
+        model.bfloat16()
+    else:
+        lowbit.train.prepare_(model, Int8Weight() if kind == "int8" else Int4Weight())
+    optimizer = optim.AdamW8bit(model.parameters(), lr=3e-3, weight_correction=choice)
+    losses = []
+    for step in range(240):
+        optimizer.param_groups[0]["lr"] = rate_at(step)
+        x = rand(64, 64, seed=step)
+        loss = (model(x.to(model[0].bias.dtype)).float() - target(x)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return torch.tensor(losses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_warm_restart_does_no_harm(kind):
+    """A rate that falls to nearly 0 and jumps back, as under torch's CosineAnnealingWarmRestarts."""
+
+    def rate_at(step):
+        return 3e-3 * (1 + math.cos(math.pi * (step % 120) / 120)) / 2
+
+    into_momentum, lost = fitted(kind, "momentum", rate_at), fitted(kind, False, rate_at)
+    assert into_momentum[120:150].max() < 1.1 * lost[120:150].max()
+    assert into_momentum[-20:].mean() < 1.02 * lost[-20:].mean()
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize("kind", ["bf16", "int4"])
+@pytest.mark.parametrize("rate", [2e-5, torch.tensor(2e-5)], ids=["float", "tensor"])
+def test_at_a_low_rate_the_kernel_does_what_pytorch_does(device, kind, rate):
+    made = []
+    for fused in (True, False):
+        params = weights(kind, device)
+        optimizer = compensated(optim.AdamW, params, lr=1e-2, state="fp32", fused=fused)
+        optimizer.param_groups[0]["lr"] = rate
+        made.append((params, optimizer))
+    step_all(made, 2)
+    for p, q in zip(*(params for params, _ in made), strict=True):
+        found, expected = (o.state[w]["exp_avg"] for (_, o), w in zip(made, (p, q), strict=True))
+        assert relative(found, expected) < 2e-2
+
+
+@algorithms
+def test_a_share_of_an_error_at_a_low_rate(cls, options):
+    """At a hundredth of the first rate a tenth of the error goes into the momentum."""
+    injected = []
+    for first in (1e-5, 1e-3):
+        params = weights("bf16")
+        optimizer = compensated(cls, params, lr=first, state="fp32", fused=False, **options)
+        optimizer.param_groups[0]["lr"] = 1e-5
+        plain = weights("bf16")
+        other = cls(
+            plain, lr=1e-5, state="fp32", fused=False, bf16_stochastic_round=True, **options
+        )
+        run(optimizer, params, 1)
+        run(other, plain, 1)
+        name = "momentum_buffer" if cls is optim.SGD else "exp_avg"
+        injected.append(optimizer.state[params[0]][name] - other.state[plain[0]][name])
+    assert relative(injected[1], 0.1 * injected[0]) < 1e-3
+
+
+def test_the_first_rate_of_a_group(device):
+    def added(lr):
+        return {"params": weights("bf16", device), "lr": lr}
+
+    lr = torch.tensor(2e-3, device=device)
+    optimizer = compensated(optim.AdamW8bit, [added(1e-2), added(lr)])
+    lr.fill_(0.5)
+    optimizer.param_groups[0]["lr"] = 0.5
+    for made in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        found = [made.least_rate(group) for group in made.param_groups]
+        assert found == pytest.approx([1e-3, 2e-4])
+    optimizer.add_param_group(added(4e-3))
+    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
+    found = [optimizer.least_rate(group) for group in optimizer.param_groups]
+    assert found == pytest.approx([0.05, 0.05, 4e-4])
+
+
+# ---- the default ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", [None, False])
+@pytest.mark.parametrize(
+    "cls,kind,options,returned",
+    [
+        (optim.AdamW8bit, "int4", {}, True),
+        (optim.AdamW, "int4", {"weight_correction": "16bit"}, True),
+        (optim.SGD8bit, "int4", {"momentum": 0.9}, True),
+        (optim.AdamW8bit, "int4", {"weight_correction": False}, False),
+        (optim.AdamW4bit, "int4", {}, False),
+        (optim.AdamW8bit, "int8", {}, False),
+        (optim.AdamW8bit, "bf16", {}, False),
+    ],
+)
+def test_int4_weights_keep_their_errors_by_default(fused, cls, kind, options, returned):
+    """The choice shows in the momentum."""
+    found = []
+    for choice in (options.get("weight_correction"), "momentum", False):
+        params = [*weights(kind), nn.Parameter(rand(40, 70))]
+        made = {**options, "weight_correction": choice}
+        optimizer = cls(params, lr=1e-2, fused=fused, **made)
+        run(optimizer, params, 2)
+        name = "momentum_buffer" if cls is optim.SGD8bit else "exp_avg"
+        found.append([optimizer.state[p][name] for p in params[:2]])
+    as_chosen, into_momentum, lost = (
+        torch.cat([m.dequantize().ravel() if hasattr(m, "dequantize") else m.ravel() for m in each])
+        for each in found
+    )
+    assert not torch.equal(into_momentum, lost)
+    assert torch.equal(as_chosen, into_momentum if returned else lost)
+
+
+@pytest.mark.parametrize("cls", [optim.SGD8bit, optim.Lion8bit])
+@pytest.mark.usefixtures("steps")
+def test_without_a_momentum_int4_weights_lose_them(cls):
+    mine, theirs = weights("int4"), weights("int4")
+    run(cls(mine, lr=1e-2), mine, 2)
+    run(cls(theirs, lr=1e-2, weight_correction=False), theirs, 2)
+    assert same(inner(mine), inner(theirs))
+    assert not same(inner(mine), inner(weights("int4")))
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------

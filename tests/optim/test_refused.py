@@ -40,7 +40,7 @@ BAD = {
     "correction": (
         {"weight_correction": "4bit"},
         ValueError,
-        r"None, 'momentum', '8bit' or '16bit', got '4bit'",
+        r"None, False, 'momentum', '8bit' or '16bit', got '4bit'",
     ),
     "exact and stochastic": (
         {"weight_correction": "16bit", "bf16_stochastic_round": True},

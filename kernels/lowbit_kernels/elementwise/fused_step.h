@@ -78,6 +78,7 @@ struct Group {
     const void *lr_pointer;  // on the device, read instead of `lr` if not null
     uint64 lr_is_double;
     uint64 seed;
+    double least_lr;  // at lower rates errors return as at this one
     double h[8];
 };
 
@@ -130,6 +131,7 @@ DEVICE float nearest_upper_half(float w, int &below) {
 DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &out) {
     const double t = *tensor.step + (ERROR == GIVEN ? 0.0 : 1.0);
     *tensor.step = t;
+    const double least_lr = group.least_lr;
     double lr = group.lr;
     if (group.lr_pointer) lr = group.lr_is_double ? *(const double *)group.lr_pointer : *(const float *)group.lr_pointer;
     const double *h = group.h;

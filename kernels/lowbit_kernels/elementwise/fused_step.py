@@ -53,7 +53,7 @@ TENSOR = (
     *("param_scale", "place", "width", "scale_width"),
 )
 COLUMN = {name: i for i, name in enumerate(TENSOR)}
-GROUP_WORDS = 4 + MAX_HYPER
+GROUP_WORDS = 5 + MAX_HYPER
 SCALARS_WORDS = 12
 
 
@@ -63,8 +63,8 @@ class Rule:
 
     Args:
         hyper: names of its options (never lr), at most 8.
-        prepare: statements in double, run once a tensor: reads ``lr``, ``t`` (the step, from 1) and the options by
-            name, writes ``c[0]`` .. ``c[11]``.
+        prepare: statements in double, run once a tensor: reads ``lr``, ``least_lr``, ``t`` (the step, from 1) and the
+            options by name, writes ``c[0]`` .. ``c[11]``.
         update: statements in float, run for each element: reads ``c`` and the gradient ``g`` (unscaled and clipped,
             not negated), changes the weight ``w`` and the states ``s[0]`` .. ``s[2]``. ``quotient(a, b)`` is ``a / b``;
             on a GPU it is faster than ``/``, which would take most of the time. ``limit_magnitude(x, most)``

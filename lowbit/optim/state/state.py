@@ -97,10 +97,12 @@ def has_correction(group: dict[str, Any], param: Tensor) -> bool:
 
 
 def is_compensated(group: dict[str, Any], param: Tensor) -> bool:
-    """True if the rounding error of a parameter of this group goes into its momentum."""
-    if group["weight_correction"] != "momentum":
-        return False
-    return rounds_itself(param) or memory(param).dtype == torch.bfloat16
+    """True if the rounding error of a parameter of this group goes into its momentum, where there is one."""
+    choice = group["weight_correction"]
+    if not rounds_itself(param):
+        return choice == "momentum" and memory(param).dtype == torch.bfloat16
+    by_default = choice is not False and local(param).returns_errors and group["state"] != "4bit"
+    return choice == "momentum" or by_default
 
 
 def new_correction(group: dict[str, Any], param: Tensor) -> Tensor:

@@ -44,8 +44,9 @@ class EagerStep:
             names = optimizer.stochastic(job.group)
             formula = bound(optimizer.reference, job.group)
             compensate = None
-            if job.group["weight_correction"] == "momentum":
-                compensate = bound(optimizer.compensate, job.group)
+            if optimizer.compensation(job.group) is not None:
+                least = optimizer.least_rate(job.group)
+                compensate = bound(optimizer.compensate, {**job.group, "least_lr": least})
             Update(optimizer.state, job, names, formula, scale.coefficient, compensate).run()
         return []
 
@@ -210,7 +211,8 @@ class Update:
             widest = cols // weight.shape[-1] * param.shape[-1] if rounds else cols
             # A model may hold bf16 weights beside float32 ones behind low-bit products.
             key = cols, weight.dtype, formats
-            compensated = states.is_compensated(self.group, param)
+            returns = self.compensate is not None
+            compensated = returns and states.is_compensated(self.group, param)
             self.kinds[at] = key, Kind(cols, widest, correction, compensated, tuple(each))
         return self.kinds[at]
 

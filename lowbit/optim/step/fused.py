@@ -230,6 +230,7 @@ class KernelChoice:
     def __init__(self, optimizer: Any, group: dict[str, Any]) -> None:
         self.group, self._state, self._name = group, optimizer.state, type(optimizer).__name__
         self.rule, self._signs = optimizer.kernel_rule(group), optimizer.state_names(group)
+        self._returning = optimizer.kernel_rule(group, returns_errors=True)
         self.of_states = tuple(self._signs.values()), tuple(optimizer.stochastic(group).values())
         # Many parameters have the same answers.
         self._rounding = functools.cache(functools.partial(rounding_of, group))
@@ -248,14 +249,14 @@ class KernelChoice:
             # A weight that rounds itself is given float32 values.
             dtype = torch.float32 if isinstance(own, LowbitTensor) else own.dtype
             kinds = *self.of_states, self._rounding(dtype)
-            error, bits = "dropped", 0
+            rule, error, bits = self.rule, "dropped", 0
             if isinstance(own, LowbitTensor):
                 bits = coded.bits_for(own, list(map(self._state[param].__getitem__, self._signs)))
-            if states.is_compensated(self.group, param):
+            returns = self._returning is not None and self._returning.compensate
+            if returns and states.is_compensated(self.group, param):
+                rule = self._returning
                 error = "tried" if isinstance(own, LowbitTensor) and not bits else "returned"
-            found = variant(
-                self.rule, dtype, grad.dtype, formats, *kinds, error=error, code_bits=bits
-            )
+            found = variant(rule, dtype, grad.dtype, formats, *kinds, error=error, code_bits=bits)
             reason = scattered(found, param) or self._not_compiled(own.device, found)
             if reason is None:
                 return found
@@ -333,7 +334,8 @@ def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
     """The options of a group that decide, together with a parameter, which kernel updates it."""
     names = ("fused", "bf16_stochastic_round", "weight_correction")
     stochastic = tuple(optimizer.stochastic(group).values())
-    return optimizer.kernel_rule(group), stochastic, *map(group.__getitem__, names)
+    rules = optimizer.kernel_rule(group), optimizer.kernel_rule(group, returns_errors=True)
+    return *rules, stochastic, *map(group.__getitem__, names)
 
 
 def kernel_format(state: Tensor) -> str:

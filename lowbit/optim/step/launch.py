@@ -255,12 +255,13 @@ class StepLaunch:
         at = self.rows.nbytes
         for group in optimizer.param_groups:
             lr, hyper = group["lr"], optimizer.hyper(group)
+            least = optimizer.least_rate(group)
             if _is_read_on_device(lr, self.table.device):
                 rate = 0.0, lr.data_ptr(), lr.dtype == torch.float64
             else:
                 rate = float(lr), 0, False
-            numbers = *rate, group["seed"] % 2**64, *hyper
-            struct.pack_into(f"=dQQQ{len(hyper)}d", self.words.data, at, *numbers)
+            numbers = *rate, group["seed"] % 2**64, least, *hyper
+            struct.pack_into(f"=dQQQ{1 + len(hyper)}d", self.words.data, at, *numbers)
             at += 8 * fused_step.GROUP_WORDS
 
     def _upload(self, optimizer: Any) -> Tensor:

@@ -375,11 +375,14 @@ class Half:
     def stochastic(self, group: dict[str, Any]) -> dict[str, bool]:
         return {name: self._stochastic[name] for name in self._names}
 
-    def kernel_rule(self, group: dict[str, Any]) -> Rule:
+    def kernel_rule(self, group: dict[str, Any], returns_errors: bool = False) -> Rule:
         return self._rule
 
     def hyper(self, group: dict[str, Any]) -> tuple[float, ...]:
         return tuple(float(group[name]) for name in self._rule.hyper)
+
+    def least_rate(self, group: dict[str, Any]) -> float:
+        return 0.0
 
 
 @dataclass

@@ -109,6 +109,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     rounds_reads: ClassVar[bool] = False
     """True if the tensor holds a high-precision weight that operations of a model see rounded
     (`lowbit.tensor.core.reading`)."""
+    returns_errors: ClassVar[bool] = False
+    """True if lowbit's optimizers put what rounding takes from it into the momentum unless they are told not to."""
     _ops: ClassVar[dict[Any, Callable[..., Any]]] = {}
     rounds_inputs: bool = True
     """True if products with it compute from more than its values: they round their input, or train."""

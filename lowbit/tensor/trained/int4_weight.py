@@ -49,6 +49,7 @@ class Int4WeightTensor(Int8WeightTensor):
     already = "trained in int4 already; lowbit.train.restore_(model) makes it a plain weight again"
     schemes = (Int4Weight,)
     code_bits = 4
+    returns_errors = True
 
     scheme: Int4Weight  # type: ignore[assignment]
 
