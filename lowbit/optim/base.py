@@ -613,7 +613,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return made
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_first_rates": self._first_rates}  # type: ignore[misc]
+        return {**super().__getstate__(), "_first_rates": self._first_rates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
