@@ -350,7 +350,7 @@ def make_optimizer(params: list[nn.Parameter], config: Config) -> lowbit.optim.A
         weight_decay=config.weight_decay,
         state=config.state,
         bf16_stochastic_round=True,  # for the weights of norms, which stay in bfloat16
-        weight_correction=None if config.correction == "none" else config.correction,
+        weight_correction=False if config.correction == "none" else config.correction,
     )
 
 
