@@ -313,6 +313,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         }
         return self._with(tensors, (end - start, *self.shape[1:]))
 
+    def _slice_as_stored(self, dim: int, start: int, end: int) -> Self:
+        """`_slice` of a transposed tensor: that of the tensor which it holds, transposed again."""
+        swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
+        return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+
     def _view(self, shape: tuple[int, ...]) -> Self | None:
         """This tensor with its dimensions merged or split as `shape`, or None where it cannot be."""
         return None

@@ -42,6 +42,7 @@ from lowbit.tensor.core import (
     of_stack,
     of_swapped,
     refuse_trace,
+    stored_shape,
 )
 from lowbit.tensor.frozen.blocked import BlockedTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
@@ -347,9 +348,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         return name == "scale" and self.spec.scales is None
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        if self.transposed:
-            shape = (*shape[:-2], shape[-1], shape[-2])
-        shape = self.shape_of_codes(shape)
+        shape = self.shape_of_codes(stored_shape(self, shape))
         padded, blocks = self.spec.padded_shape(shape), self.spec.blocks(shape)
         bits = self._stored_bits(self.spec)
         found: InnerShapes = {

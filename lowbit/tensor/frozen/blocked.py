@@ -7,7 +7,7 @@ unpacked. Where one block spans a dimension, all parts along it share the scale.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -23,6 +23,8 @@ class BlockedTensor(LowbitTensor):
     codes: Tensor
     zero_point: Tensor | None
     spec: Spec
+    inputs_are: ClassVar[str] = ""
+    """Why the inputs cannot be cut or joined, for the error; "" where blocks alone decide."""
 
     @classmethod
     def _stored_bits(cls, spec: Spec) -> int:
@@ -46,6 +48,10 @@ class BlockedTensor(LowbitTensor):
         """The inner tensors that all parts along dimension `dim` share, by name."""
         return self._of_input()
 
+    @property
+    def _dim_of_inputs(self) -> int:
+        return self.ndim - (2 if self.transposed else 1)
+
     def _blocks_along(self, dim: int) -> int:
         """Elements of a block along `dim`; 0 where the granularity has one block for the whole dimension."""
         if self.spec.granularity.spans(dim, self.ndim):
@@ -67,9 +73,11 @@ class BlockedTensor(LowbitTensor):
         return super()._take(rows)
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
+        is_cut = dim == self._dim_of_inputs and (start, end) != (0, self.shape[dim])
+        if is_cut and self.inputs_are:
+            raise self._unsupported(f"slicing its inputs, {self.inputs_are}")
         if self.transposed:
-            swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
-            return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+            return self._slice_as_stored(dim, start, end)
         size, block = self.shape[dim], self._blocks_along(dim)
         if (start, end) == (0, size):
             return self._with()
@@ -116,6 +124,8 @@ class BlockedTensor(LowbitTensor):
         return self._with({**viewed, **kept}, shape)
 
     def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
+        if dim == self.ndim - 1 and self.inputs_are:
+            raise self._unsupported(f"cat along its inputs, {self.inputs_are}")
         if self.transposed:
             raise self._unsupported("cat of transposed tensors")
         if not all(self._has_input_of(t) for t in tensors):

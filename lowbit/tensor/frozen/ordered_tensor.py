@@ -29,6 +29,7 @@ class OrderedTensor(AffineTensor):
 
     tensor_attrs: ClassVar[tuple[str, ...]] = (*AffineTensor.tensor_attrs, "order")
     stored_as = "ordered"
+    inputs_are = "whose groups are not neighbours"
 
     order: Tensor
 
@@ -94,17 +95,6 @@ class OrderedTensor(AffineTensor):
 
     def _common(self, dim: int) -> dict[str, Tensor]:
         return {} if dim < self.ndim - 2 else {"order": self.order}
-
-    def _slice(self, dim: int, start: int, end: int) -> Self:
-        inputs = self.ndim - (2 if self.transposed else 1)
-        if dim == inputs and (start, end) != (0, self.shape[dim]):
-            raise self._unsupported("slicing its inputs, whose groups are not neighbours")
-        return super()._slice(dim, start, end)
-
-    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
-        if dim == self.ndim - 1:
-            raise self._unsupported("cat along its inputs, whose groups are not neighbours")
-        return super()._cat(tensors, dim)
 
     def _view(self, shape: tuple[int, ...]) -> Self | None:
         return None

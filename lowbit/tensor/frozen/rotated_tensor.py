@@ -96,7 +96,7 @@ class RotatedTensor(AffineTensor):
         return self.rotated_matrix, self.rotated(values)
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
-        inputs = self.ndim - (2 if self.transposed else 1)
+        inputs = self._dim_of_inputs
         size = self.shape[inputs]
         if dim == inputs and any(edge % self.rotation for edge in (start, end) if edge != size):
             raise self._unsupported(

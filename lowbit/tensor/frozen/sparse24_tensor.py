@@ -14,7 +14,7 @@ without one, code 0 is the value 0. Values are those of `dense`, but a float8 ze
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import ClassVar, Self
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from lowbit.numerics.packing import as_bytes, pack, packed_size, unpack
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core import InnerShapes
+from lowbit.tensor.core import InnerShapes, stored_shape
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.float8_tensor import Float8Tensor
 
@@ -33,6 +33,7 @@ class Sparse24Tensor(AffineTensor):
     """A pruned weight in integer codes. `Sparse24Tensor.of_dense(weight)` makes one."""
 
     stored_as = "sparse24"
+    inputs_are = "whose values and positions lie apart"
     _plain: ClassVar[type[AffineTensor]] = AffineTensor
 
     @staticmethod
@@ -97,8 +98,7 @@ class Sparse24Tensor(AffineTensor):
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         found = super().inner_shapes(shape)
-        stored = (*shape[:-2], shape[-1], shape[-2]) if self.transposed else tuple(shape)
-        padded = self.spec.padded_shape(stored)
+        padded = self.spec.padded_shape(stored_shape(self, shape))
         row = sum(_row_parts(padded[-1], self.spec.format.bits))
         return {**found, "codes": ((*padded[:-1], row), torch.uint8)}
 
@@ -108,17 +108,6 @@ class Sparse24Tensor(AffineTensor):
         if 0 in self.shape:
             return super()._stored_values()
         return self.dense.dequantize()
-
-    def _slice(self, dim: int, start: int, end: int) -> Self:
-        inputs = self.ndim - (2 if self.transposed else 1)
-        if dim == inputs and (start, end) != (0, self.shape[dim]):
-            raise self._unsupported("slicing its inputs, whose values and positions lie apart")
-        return super()._slice(dim, start, end)
-
-    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
-        if dim == self.ndim - 1:
-            raise self._unsupported("cat along its inputs, whose values and positions lie apart")
-        return super()._cat(tensors, dim)
 
     def stored_format(self) -> str:
         return f"{super().stored_format()}, 2 of 4 inputs"

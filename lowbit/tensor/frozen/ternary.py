@@ -24,7 +24,7 @@ from lowbit.numerics.granularity import PerTensor
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.packing import pack, packed_size, unpack
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core import InnerShapes, check_weight
+from lowbit.tensor.core import InnerShapes, check_weight, stored_shape
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 
@@ -85,8 +85,7 @@ class TernaryTensor(AffineTensor):
         return rounded_tokens(x)
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        if self.transposed:
-            shape = (*shape[:-2], shape[-1], shape[-2])
+        shape = stored_shape(self, shape)
         return {
             "codes": ((*shape[:-1], packed_size(shape[-1], 2)), torch.uint8),
             "scale": ((*shape[:-2], 1, 1), torch.float32),

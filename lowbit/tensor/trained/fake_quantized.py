@@ -445,8 +445,7 @@ class FakeQuantizedTensor(OtherProducts, MasterWeightTensor, codec=CodesBeforeCl
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if self.transposed:
-            swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
-            return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+            return self._slice_as_stored(dim, start, end)
         return super()._slice(dim, start, end)
 
     def _row(self, index: int) -> Tensor:

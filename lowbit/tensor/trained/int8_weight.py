@@ -376,8 +376,7 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
 
     def _slice(self, dim: int, start: int, end: int) -> Self:
         if self.transposed:
-            swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
-            return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
+            return self._slice_as_stored(dim, start, end)
         shape = (*self.shape[:dim], end - start, *self.shape[dim + 1 :])
         if dim < self.ndim - 1:
             return self._map(lambda t: t.narrow(dim, start, end - start), shape=shape)
