@@ -34,6 +34,7 @@ from lowbit.convert.by_name import check_runs, check_schemes
 from lowbit.convert.least import least
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
+from lowbit.tracing.report import aligned
 
 _VERSION = 1
 
@@ -200,14 +201,7 @@ class Costs:
             schemes = " | ".join(dict.fromkeys(map(_shown, c.schemes.values())))
             time = (f"{c.milliseconds:.4g}",) if self.timed else ()
             rows.append((c.unit, schemes, f"{c.nbytes:,}", f"{c.damage:.3g}", *time))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in rows
-        )
+        return aligned(rows, left=(0, 1))
 
     def plan(
         self,

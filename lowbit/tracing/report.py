@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -77,15 +78,8 @@ class Trace:
         layers = {p.layer for p in self.products}
         low = {p.layer for p in self.products if p.in_low_bits}
         rows = [HEAD, *map(_cells, _folded(self.products))]
-        widths = [max(len(row[i]) for row in rows) for i in range(len(HEAD))]
-        lines = (
-            "  ".join(
-                cell.rjust(width) if title in NUMBERS else cell.ljust(width)
-                for title, cell, width in zip(HEAD, row, widths, strict=True)
-            ).rstrip()
-            for row in rows
-        )
-        return "\n".join([f"{len(low)} of {len(layers)} layers ran products in low bits", *lines])
+        table = aligned(rows, [i for i, title in enumerate(HEAD) if title not in NUMBERS])
+        return f"{len(low)} of {len(layers)} layers ran products in low bits\n{table}"
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write JSON, see the module. `python -m benchmarks weight_linear --shapes PATH` times these shapes."""
@@ -96,6 +90,19 @@ class Trace:
 HEAD = ("layer", "product", "M", "N", "K", "weight", "ran in", "implementation", "calls", "why")
 """The columns: the fields of a TracedProduct."""
 NUMBERS = {"M", "N", "K", "calls"}
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int]) -> str:
+    """The rows of a table as lines. The columns of these numbers are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (
+        "  ".join(
+            cell.ljust(width) if i in left else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    )
+    return "\n".join(lines)
 
 
 def _cells(p: TracedProduct) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lowbit import optional
+from lowbit.tracing.report import aligned
 
 
 @dataclass(frozen=True)
@@ -82,8 +83,8 @@ class EvaluationReport:
         return [head, *((n, *(_cell(m.layers.get(n), ".3g") for m in self.models)) for n in order)]
 
     def __str__(self) -> str:
-        text = _aligned(self.rows())
-        return f"{text}\n\n{_aligned(self.layer_rows())}" if self._has_layers() else text
+        text = aligned(self.rows(), left=(0,))
+        return f"{text}\n\n{aligned(self.layer_rows(), left=(0,))}" if self._has_layers() else text
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types."""
@@ -134,16 +135,3 @@ class EvaluationReport:
 
 def _cell(value: float | None, form: str) -> str:
     return "" if value is None else format(value, form)
-
-
-def _aligned(rows: list[tuple[str, ...]]) -> str:
-    """Columns of text: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(
-            cell.rjust(width) if i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
-    return "\n".join(lines)

@@ -14,6 +14,7 @@ from typing import Any, Self
 from lowbit import optional
 from lowbit.convert import Costs, Plan, PlanChoice, pattern_of, unit_of
 from lowbit.schemes.scheme import Scheme
+from lowbit.tracing.report import aligned
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,9 @@ class SensitivityReport:
         lost = {id(row): row.loss - self.baseline for row in self.rows}
         rows = sorted(self.rows, key=lambda row: -lost[id(row)])
         table = [HEAD, *(_cells(row, lost[id(row)]) for row in rows)]
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(cells, widths, strict=True))
-            ).rstrip()
-            for cells in table
-        ]
         every = ", ".join(f"{value:.6g}" for value in self.together)
         head = f"{self.measure}: {self.baseline:.6g} in high precision, {every} with all weights rounded"
-        return "\n".join([head, *lines])
+        return f"{head}\n{aligned(table, left=(0, 1))}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain JSON types; `SensitivityReport.from_dict` reads it back."""
