@@ -36,7 +36,6 @@ from lowbit.formats.integers import (
     signed,
     unsigned,
     whole_groups,
-    with_scales_of,
     words_of,
 )
 from lowbit.formats.layer_names import left_out_by, settings_of
@@ -136,9 +135,6 @@ class Awq(Format):
         elif isinstance(spec, Spec):
             keeps = spec.format == Int(BITS) and not spec.has_zero_point
         return Scheme(Spec(Int(BITS), whole_groups(weight), "symmetric" if keeps else "asymmetric"))
-
-    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
-        return with_scales_of(torch.float16, values, scheme)
 
 
 def _packed(codes: Tensor) -> Tensor:

@@ -92,6 +92,16 @@ def with_scales(scheme: Scheme, dtype: torch.dtype | None) -> Scheme:
     return replace(scheme, weight=replace(spec, scale_dtype=dtype))
 
 
+def with_qparams(
+    values: Tensor, scheme: Scheme, qparams: tuple[Tensor, Tensor | None]
+) -> AffineTensor:
+    """`values` in the scheme with this scale and zero point. Raises FormatError for scales that cannot be used."""
+    try:
+        return AffineTensor.from_float(values, scheme, qparams)
+    except ValueError as error:
+        raise FormatError(str(error)) from error
+
+
 def check_matrix(weight: LowbitTensor, format: str, rounds_inputs: bool = True) -> None:
     """Raise FormatError, in the name of `format`, for other weights than matrices [N, K] as they are stored, and for
     weights whose inputs are rounded if `format` does not round any."""
@@ -266,11 +276,13 @@ class Format(ABC):
         format holds. None: the weight stays in high precision."""
 
     def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
-        """`values` in the scheme that `nearest` names, with scales that the format holds.
+        """`values` in the scheme that `nearest` names, with searched scales that the format holds.
 
         Raises FormatError for values that have no such scales.
         """
-        return AffineTensor.searched(values, scheme)
+        if self.scale_dtype is None:
+            return AffineTensor.searched(values, scheme)
+        return with_qparams(values, scheme, scheme.weight.search_qparams(values, self.scale_dtype))
 
     def joint(self, weight: AffineTensor) -> dict[str, Tensor]:
         """The tensors, by name, of which readers of this format keep one for all siblings that they merge. Siblings

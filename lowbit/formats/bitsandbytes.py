@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from lowbit.formats.base import Format, FormatError, Parts, ScalesError
+from lowbit.formats.base import Format, FormatError, Parts, ScalesError, with_qparams
 from lowbit.formats.integers import IntegerLayout, from_integers, integers_of, layout_of
 from lowbit.numerics.granularity import PerRow, PerToken
 from lowbit.numerics.number_format import Int
@@ -115,7 +115,4 @@ class BitsandbytesInt8(Format):
 
     def rounded(self, values: torch.Tensor, scheme: Scheme) -> LowbitTensor:
         scale, _ = scheme.weight.choose_qparams(values, self.scale_dtype)
-        try:
-            return AffineTensor.from_float(values, scheme, (scale, None))
-        except ValueError as error:
-            raise FormatError(str(error)) from error
+        return with_qparams(values, scheme, (scale, None))

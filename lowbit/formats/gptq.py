@@ -46,7 +46,6 @@ from lowbit.formats.integers import (
     signed,
     unsigned,
     whole_groups,
-    with_scales_of,
     words_of,
 )
 from lowbit.formats.layer_names import left_out_by, settings_of
@@ -219,9 +218,6 @@ class Gptq(Format):
         keeps = spec.has_zero_point and not self.less and not halves
         mapping: MappingName = "asymmetric" if keeps else "symmetric"
         return Scheme(Spec(Int(bits), whole_groups(weight), mapping))
-
-    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
-        return with_scales_of(torch.float16, values, scheme)
 
 
 class GptqV2(Gptq):

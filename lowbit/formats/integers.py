@@ -20,7 +20,6 @@ from lowbit.numerics.granularity import Granularity, PerGroup, PerRow, PerTensor
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.packing import packed_size
 from lowbit.numerics.spec import Spec
-from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
@@ -206,15 +205,6 @@ def exact_scales(scale: Tensor, dtype: torch.dtype, format: str) -> Tensor:
             f"{format} has scales of {name}, which cannot represent {changed} of {scale.numel()} scales"
         )
     return own
-
-
-def with_scales_of(dtype: torch.dtype, values: Tensor, scheme: Scheme) -> AffineTensor:
-    """`values` in the scheme with searched scales of `dtype`. Raises FormatError if they have no such scales."""
-    qparams = scheme.weight.search_qparams(values, dtype)
-    try:
-        return AffineTensor.from_float(values, scheme, qparams)
-    except ValueError as error:
-        raise FormatError(str(error)) from error
 
 
 def whole_groups(weight: LowbitTensor) -> PerGroup | PerRow:

@@ -35,7 +35,7 @@ from lowbit.formats.folder import Folder, copy_beside_weights, copy_settings
 from lowbit.formats.module import ModelSource
 from lowbit.formats.reading import renamed_by, unused_by
 from lowbit.formats.report import ExportReport
-from lowbit.formats.shards import equal_bits
+from lowbit.formats.shards import equal_bits, same_values
 from lowbit.formats.sources import Item
 from lowbit.numerics.snr import snr
 from lowbit.progress import progress
@@ -298,11 +298,7 @@ def _is_equal(a: Tensor, b: Tensor) -> bool:
     """True if both are plain with the same bits, or low-bit with the same parts or the same bits of values."""
     if not isinstance(a, LowbitTensor) or not isinstance(b, LowbitTensor):
         return type(a) is type(b) and equal_bits(a, b)
-    own, other = a.inner_tensors(), b.inner_tensors()
-    alike = type(a) is type(b) and a.meta() == b.meta() and own.keys() == other.keys()
-    if alike and all(equal_bits(t, other[name]) for name, t in own.items()):
-        return True
-    return equal_bits(a.dequantize(), b.dequantize())
+    return same_values(a, b)
 
 
 def _rounded(value: Tensor, old: Tensor) -> Tensor:

@@ -108,14 +108,17 @@ class ModelSource:
             (folder / "generation_config.json").write_text(text, encoding="utf-8")
 
 
-def refuse_adapters(model: nn.Module) -> None:
-    """Raise FormatError for a model with adapters of PEFT."""
+_UNMERGED = (
+    "and loaders of a folder have other names for them: export what merge_and_unload() or unload() gives; "
+    "save_pretrained of the PeftModel writes the adapters"
+)
+
+
+def refuse_adapters(model: nn.Module, why: str = _UNMERGED) -> None:
+    """Raise FormatError for a model with adapters of PEFT. `why`: the end of the message."""
     if adapted := [name for name, module in model.named_modules() if is_tuner(module)]:
-        raise FormatError(
-            f"{adapted[0]} and {len(adapted) - 1} other layers have adapters of PEFT, and loaders of a folder have "
-            "other names for them: export what merge_and_unload() or unload() gives; save_pretrained of the PeftModel "
-            "writes the adapters"
-        )
+        others = f"{adapted[0]} and {len(adapted) - 1} other layers"
+        raise FormatError(f"{others} have adapters of PEFT, {why}")
 
 
 def holder_of(name: str, owners: Sequence[Owner], ndim: int) -> Holder:

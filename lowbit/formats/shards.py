@@ -167,3 +167,13 @@ def equal_bits(a: Tensor, b: Tensor) -> bool:
         return False
     as_bytes = [t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b)]
     return torch.equal(*as_bytes)
+
+
+def same_values(a: LowbitTensor, b: LowbitTensor) -> bool:
+    """True if both have the same parts of one meaning, or the same bits of values."""
+    own, other = a.inner_tensors(), b.inner_tensors()
+    alike = type(a) is type(b) and (a._is_stored_like(b) or a._takes_meta_of(b))
+    alike = alike and own.keys() == other.keys()
+    if alike and all(equal_bits(t, other[name]) for name, t in own.items()):
+        return True
+    return equal_bits(a.dequantize(), b.dequantize())

@@ -35,8 +35,8 @@ from lowbit.formats.scheme_grid import grid
 from lowbit.formats.shards import (
     Shards,
     check_free,
-    equal_bits,
     new_folder,
+    same_values,
     size_in_bytes,
     write_json,
 )
@@ -456,19 +456,9 @@ def _encoded(item: Item, weight: LowbitTensor, target: Format) -> Parts:
     alone = {item.name: weight}
     settings = target.settings(target.config(alone, ()), target.metadata(alone, ()))
     again = target.read(parts, settings, item.name, weight.dtype)
-    if not _same_values(weight, again):
+    if not same_values(weight, again):
         raise FormatError("it would be read back with other values; please report it")
     return parts
-
-
-def _same_values(a: LowbitTensor, b: LowbitTensor) -> bool:
-    alike = type(a) is type(b) and (a._is_stored_like(b) or a._takes_meta_of(b))
-    inner, other = a.inner_tensors(), b.inner_tensors()
-    if alike and inner.keys() == other.keys():
-        equal = all(equal_bits(t, other[name]) for name, t in inner.items())
-    else:
-        equal = False
-    return equal or equal_bits(a.dequantize(), b.dequantize())
 
 
 def _check_readable(folder: Path, target: Format, weights: Collection[str]) -> None:

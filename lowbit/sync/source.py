@@ -22,9 +22,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Owner, Target, check_module, find_owners, is_tuner
+from lowbit.convert import Owner, Target, check_module, find_owners
 from lowbit.formats.base import FormatError
-from lowbit.formats.module import ModelSource, check_stored
+from lowbit.formats.module import ModelSource, check_stored, refuse_adapters
 from lowbit.formats.sources import Item
 from lowbit.layers.prepared import Prepared, named_inputs
 from lowbit.layers.static_input import inputs_of
@@ -59,12 +59,11 @@ class TrainedModel(ModelSource):
     def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
         check_module(model)
         reshard(model)
-        if adapted := [name for name, module in model.named_modules() if is_tuner(module)]:
-            raise FormatError(
-                f"{adapted[0]} and {len(adapted) - 1} other layers have adapters of PEFT, and servers have other names "
-                "for them: send a merged copy, lowbit.qat.convert_(copy.deepcopy(model)) where QAT merges them or "
-                "merge_and_unload, or give the server the adapter's own folder"
-            )
+        refuse_adapters(
+            model,
+            "and servers have other names for them: send a merged copy, lowbit.qat.convert_(copy.deepcopy(model)) "
+            "where QAT merges them or merge_and_unload, or give the server the adapter's own folder",
+        )
         for name, module in model.named_modules():
             if isinstance(module, Prepared):
                 module.check_computed(name)

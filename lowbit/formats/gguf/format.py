@@ -11,12 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from lowbit.formats.base import Format, FormatError, Parts
 from lowbit.formats.gguf import blocks as gguf_blocks
 from lowbit.formats.gguf.llama import in_gguf
-from lowbit.formats.integers import with_scales_of
 from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.number_format import Int
@@ -81,9 +79,6 @@ class Gguf(Format):
             return None
         bits = 4 if spec.format.bits <= 4 else 8
         return Scheme(Spec(Int(bits), PerGroup(gguf_blocks.SMALL)))
-
-    def rounded(self, values: Tensor, scheme: Scheme) -> LowbitTensor:
-        return with_scales_of(torch.float16, values, scheme)
 
 
 SCHEMES: dict[str, Scheme] = {

@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import FormatError, with_qparams
 from lowbit.formats.integers import (
     IntegerLayout,
     exact_scales,
     integers_of,
     layout_of,
-    with_scales_of,
 )
 from lowbit.formats.programs.base import Call, ProgramFormat, package
 from lowbit.formats.programs.capture import Use, first_line, quiet, root_cause, traced_with
@@ -169,7 +168,8 @@ def _with_short_scales(weight: AffineTensor, lossy: bool) -> tuple[AffineTensor,
         if not lossy:
             raise FormatError(f"{error}; lossy=True rounds them, and states the loss") from error
     values = weight.dequantize()
-    rounded = with_scales_of(torch.bfloat16, values, Scheme(weight.spec, weight.activation))
+    qparams = weight.spec.search_qparams(values, torch.bfloat16)
+    rounded = with_qparams(values, Scheme(weight.spec, weight.activation), qparams)
     return rounded, snr(values, rounded.dequantize())
 
 
