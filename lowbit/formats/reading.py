@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import tell
+from lowbit.convert import joined_name, tell
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.formats import building
 from lowbit.formats.base import FormatError
@@ -187,7 +187,7 @@ def renamed_by(model: nn.Module) -> Renamed:
     def renamed(name: str) -> list[str]:
         for rule in rules():
             name, _ = rule.rename_source_key(name)
-        return [name, f"{prefix}.{name}"] if prefix else [name]
+        return [name, joined_name(prefix, name)] if prefix else [name]
 
     return renamed
 
@@ -205,7 +205,7 @@ def _places(model: nn.Module) -> dict[str, Places]:
         for attribute, t in held.items():
             if t is None or attribute in module._non_persistent_buffers_set:
                 continue
-            names[f"{prefix}.{attribute}" if prefix else attribute] = id(t)
+            names[joined_name(prefix, attribute)] = id(t)
             places = by_id.setdefault(id(t), [])
             if not any(m is module and a == attribute for m, a in places):
                 places.append((module, attribute))

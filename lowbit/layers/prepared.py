@@ -385,14 +385,12 @@ def rounds_input(module: nn.Module) -> bool:
 
 def named_inputs(model: nn.Module) -> dict[str, nn.Parameter]:
     """Fully qualified name → learned scales and zero points of inputs, shared ones once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for prefix, module in model.named_modules():
-        for name in (static_input.SCALE, static_input.ZERO):
-            parameter = module._parameters.get(name)
-            if parameter is not None and rounds_input(module):
-                fqn = f"{prefix}.{name}" if prefix else name
-                found.setdefault(id(parameter), (fqn, parameter))
-    return dict(found.values())
+
+    def inputs(module: nn.Module) -> list[tuple[str, nn.Parameter | None]]:
+        names = (static_input.SCALE, static_input.ZERO) if rounds_input(module) else ()
+        return [(name, module._parameters.get(name)) for name in names]
+
+    return dict(model._named_members(inputs))
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import Owner, Target, check_module, find_owners
+from lowbit.convert import Owner, Target, check_module, find_owners, joined_name
 from lowbit.formats.base import FormatError
 from lowbit.formats.module import ModelSource, check_stored, refuse_adapters
 from lowbit.formats.sources import Item
@@ -141,7 +141,7 @@ def _in_the_weights(model: nn.Module) -> Iterator[str]:
         if isinstance(module, Prepared) and module.has_static_input:
             held = {id(t) for t in inputs_of(module) if t is not None}
             found = {**module._parameters, **module._buffers}
-            yield from (f"{prefix}.{n}" if prefix else n for n, t in found.items() if id(t) in held)
+            yield from (joined_name(prefix, n) for n, t in found.items() if id(t) in held)
 
 
 # ---- one weight ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ the weight alone: it knows its module as long as it is a parameter of it (`hold`
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -302,17 +302,14 @@ def has_scales(module: nn.Module) -> bool:
 
 def named_scales(model: nn.Module) -> dict[str, nn.Parameter]:
     """Fully qualified name → learned scales and zero points, those of tied weights once."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for prefix, module in model.named_modules():
+
+    def scales(module: nn.Module) -> Iterator[tuple[str, nn.Parameter | None]]:
         for name, weight in module._parameters.items():
             if is_learned(held_locally(weight)):
                 own = _name_of_scales(module, name)
-                for end in (SCALE, ZERO):
-                    parameter = module._parameters[own + end]
-                    if parameter is not None:
-                        fqn = f"{prefix}.{own}{end}" if prefix else own + end
-                        found.setdefault(id(parameter), (fqn, parameter))
-    return dict(found.values())
+                yield from ((own + end, module._parameters[own + end]) for end in (SCALE, ZERO))
+
+    return dict(model._named_members(scales))
 
 
 def weight_scaled_by(module: nn.Module, name: str) -> str | None:
