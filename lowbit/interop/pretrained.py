@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 import warnings
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
@@ -32,6 +33,7 @@ _TABLE = "transformers.quantizers.auto"
 _TABLES = (_TABLE, "diffusers.quantizers.auto")
 _TRANSFORMERS = "transformers.modeling_utils", "PreTrainedModel"
 _DIFFUSERS = "diffusers.models.modeling_utils", "ModelMixin"
+_STATE_DICT = nn.Module.state_dict.__code__
 
 
 def listen() -> None:
@@ -87,12 +89,10 @@ def follow_load() -> None:
         "diffusers.models.modeling_utils",
     }:
         return
-    frame: Any = sys._getframe(1)
     model: Any = None
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code is nn.Module.load_state_dict.__code__:
             model = frame.f_locals["self"]
-        frame = frame.f_back
     if model is not None and _loaded not in model._load_state_dict_post_hooks.values():
         model.register_load_state_dict_post_hook(_loaded)
 
@@ -105,19 +105,16 @@ def follow_save() -> None:
     """`follow` the model whose state dict is being made, unless its config describes it: a flow got only a part of the
     model, or a weight was set by hand. `save_pretrained` has written the config before, so write it again."""
     kinds = tuple(filter(None, (_loaded_class(*_TRANSFORMERS), _loaded_class(*_DIFFUSERS))))
-    frame: Any = sys._getframe(1) if kinds else None
     found: list[Any] = []
     saved: dict[str, Any] = {}
-    while frame is not None:
+    for frame, _ in traceback.walk_stack(sys._getframe(1)) if kinds else ():
         is_saver = frame.f_code.co_name == "save_pretrained"
-        if is_saver or frame.f_code is nn.Module.state_dict.__code__:
-            names = frame.f_locals
-            if isinstance(names.get("self"), kinds):
-                found.append(names["self"])
-                # not those of a subclass's method that calls the method of transformers or diffusers
-                if {"save_directory", "is_main_process"} <= names.keys():
-                    saved = names
-        frame = frame.f_back
+        names = frame.f_locals if is_saver or frame.f_code is _STATE_DICT else {}
+        if isinstance(names.get("self"), kinds):
+            found.append(names["self"])
+            # not those of a subclass's method that calls the method of transformers or diffusers
+            if {"save_directory", "is_main_process"} <= names.keys():
+                saved = names
     if not found:
         return
     model = found[-1]

@@ -10,6 +10,7 @@ that are trained in high precision have no parts: transformers writes their valu
 from __future__ import annotations
 
 import sys
+import traceback
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -136,20 +137,16 @@ def _being_saved() -> nn.Module | None:
     transformers does not tell a config which model it is written for. Models that share a config, such as a decoder and
     the language model around it, name their weights differently.
     """
-    frame: Any = sys._getframe(1)
     mixin = getattr(
         sys.modules.get("diffusers.models.modeling_utils"), "ModelMixin", PreTrainedModel
     )
-    while frame is not None:
-        if frame.f_code.co_name == "save_pretrained":
-            owner = frame.f_locals.get("self")
-            if isinstance(owner, PreTrainedModel):
-                if any(in_parts(owner, False)):
-                    _keep_names(owner)
-                return owner
-            if isinstance(owner, mixin):
-                return owner
-        frame = frame.f_back
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        is_saver = frame.f_code.co_name == "save_pretrained"
+        owner = frame.f_locals.get("self") if is_saver else None
+        if isinstance(owner, (PreTrainedModel, mixin)):
+            if isinstance(owner, PreTrainedModel) and any(in_parts(owner, False)):
+                _keep_names(owner)
+            return owner
     return None
 
 

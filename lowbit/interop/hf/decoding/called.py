@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import traceback
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
@@ -130,7 +131,7 @@ def _with(
     return custom
 
 
-def _preparing_frame(frame: FrameType | None, model: Any, config: Any) -> FrameType | None:
+def _preparing_frame(frame: FrameType, model: Any, config: Any) -> FrameType | None:
     """The frame of transformers' `generate` that made this GenerationConfig for this call; None outside a hook.
 
     It does not pass the streamer on to a `custom_generate`, so its locals are the only place that has it. Each call of
@@ -139,12 +140,10 @@ def _preparing_frame(frame: FrameType | None, model: Any, config: Any) -> FrameT
     if not hasattr(config, "_eos_token_tensor"):  # transformers' generate sets it
         return None
     code = inspect.unwrap(GenerationMixin.generate).__code__
-    while frame is not None:
-        if frame.f_code is code:
-            own = frame.f_locals
-            if own["self"] is model and own["generation_config"] is config:
-                return frame
-        frame = frame.f_back
+    for caller, _ in traceback.walk_stack(frame):
+        own = caller.f_locals if caller.f_code is code else {}
+        if own and own["self"] is model and own["generation_config"] is config:
+            return caller
     return None
 
 
