@@ -78,19 +78,10 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
     for name, value in state_dict.items():
         if not isinstance(name, str):
             raise CheckpointError(f"names must be str, got {name!r}; flatten the state dict first")
-        if is_dtensor(value):
-            raise CheckpointError(
-                f"{name} is a DTensor: save shards with torch.distributed.checkpoint, or gather the state dict first "
-                "(get_model_state_dict with full_state_dict=True)"
-            )
         if not isinstance(value, Tensor):
             info["values"][name] = _plain_json(name, value, _NESTED_STATES)
             continue
-        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            raise CheckpointError(
-                f"{name} is a {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors with "
-                "data can be saved: convert it with .to_dense(), .dequantize() or to_empty()"
-            )
+        _check_dense(name, value)
         first = seen.setdefault(identity(value), name)
         if first != name:
             info["ties"][name] = first
@@ -110,6 +101,19 @@ def to_plain(state_dict: Mapping[str, Any], metadata: Mapping[str, Any] | None =
         raise CheckpointError(f"metadata must be a dict, got {metadata!r}")
     info["metadata"] = _plain_json("metadata", metadata or {}, "Use str(key)")
     return unshared(tensors), info
+
+
+def _check_dense(name: str, value: Tensor) -> None:
+    if is_dtensor(value):
+        raise CheckpointError(
+            f"{name} is a DTensor: save shards with torch.distributed.checkpoint, or gather the state dict first "
+            "(get_model_state_dict with full_state_dict=True)"
+        )
+    if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+        raise CheckpointError(
+            f"{name} is a {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors with data can "
+            "be saved: convert it with .to_dense(), .dequantize() or to_empty()"
+        )
 
 
 def _put(tensors: dict[str, Tensor], name: str, t: Tensor) -> None:

@@ -48,15 +48,19 @@ def replace_weights(
                 target = targets.pop(0)
                 size = target.weight.nbytes
                 if device is not None:
-                    for owner in target.owners:
-                        owner.module._apply(lambda t: t.to(device), recurse=False)
-                    first = target.owners[0]
-                    target = replace(target, weight=getattr(first.module, first.attribute))
+                    target = _moved(target, device)
                 _replace(target, report, make, trainable, note)
                 advance(size)
     finally:
         show_frozen(owners)
     return report
+
+
+def _moved(target: Target, device: torch.device | str) -> Target:
+    for owner in target.owners:
+        owner.module._apply(lambda t: t.to(device), recurse=False)
+    first = target.owners[0]
+    return replace(target, weight=getattr(first.module, first.attribute))
 
 
 def _replace(

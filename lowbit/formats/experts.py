@@ -250,13 +250,16 @@ class Joined:
                 place, matrix = names.in_memory(own)
                 if place in wanted:
                     if matrix is not None:
-                        first = self._stacks.setdefault(place, {}).setdefault(matrix, name)
-                        if first != name:
-                            raise FormatError(
-                                f"{self.path}: {first} and {name} are one matrix of {place}; rename one"
-                            )
+                        self._add(place, matrix, name)
                     return place
         return name
+
+    def _add(self, stack: str, matrix: Matrix, name: str) -> None:
+        first = self._stacks.setdefault(stack, {}).setdefault(matrix, name)
+        if first != name:
+            raise FormatError(
+                f"{self.path}: {first} and {name} are one matrix of {stack}; rename one"
+            )
 
     def names(self) -> list[str]:
         return list(dict.fromkeys(self._names.values()))

@@ -113,19 +113,15 @@ def _facts(model: nn.Module) -> list[Any]:
                 for k, v in own.items()
                 if type(v) in (dict, list, tuple, set) and k not in TORCH
             ]
-        for tensors in (module._parameters, module._buffers):
-            for t in tensors.values():
-                if isinstance(t, LowbitTensor):
-                    found += [one.data_ptr() for one in _plain(t)]
-                elif t is not None:
-                    found.append(t.data_ptr())
+        for t in (*module._parameters.values(), *module._buffers.values()):
+            found += [one.data_ptr() for one in _plain(t)]
     return found
 
 
-def _plain(t: Tensor) -> Iterator[Tensor]:
-    """The plain tensors of a parameter or buffer."""
+def _plain(t: Tensor | None) -> Iterator[Tensor]:
+    """The plain tensors of a parameter or buffer, or of its place."""
     if isinstance(t, LowbitTensor):
         for part in t.inner_tensors().values():
             yield from _plain(part)
-    else:
+    elif t is not None:
         yield t
