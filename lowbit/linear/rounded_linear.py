@@ -117,24 +117,18 @@ class Rounding:
         """The gradients with a graph, for second derivatives. `learn`: those of x, the weight, its scale and its zero
         point that are wanted."""
         x, weight, *scales = kept
-        y = self.recorded(x, weight, None, *scales)
+        y = self.recorded(x, weight, None, scales)
         wanted = [t for t, need in zip(kept[:4], learn, strict=True) if need and t is not None]
         found = iter(torch.autograd.grad(y, wanted, grad, create_graph=True) if wanted else ())
         return [next(found) if need else None for need in learn]
 
     def recorded(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        scale: Tensor | None,
-        zero: Tensor | None,
-        joint: Tensor | None,
+        self, x: Tensor, weight: Tensor, bias: Tensor | None, scales: Sequence[Tensor | None]
     ) -> Tensor:
         """The product as operations that autograd records one by one."""
         if self.activation is not None:
             x = fake_quantize(x, self.activation)
-        values = self.differentiable(weight, scale, zero, joint).to(x.dtype)
+        values = self.differentiable(weight, scales).to(x.dtype)
         tracer.rounded(values, weight)
         return F.linear(x, values, bias)
 
@@ -205,10 +199,9 @@ class Rounding:
         )
         return grad, *(own if unit is None else of_factors(own, unit))  # type: ignore[return-value]
 
-    def differentiable(
-        self, weight: Any, scale: Tensor | None, zero: Tensor | None, joint: Tensor | None
-    ) -> Tensor:
+    def differentiable(self, weight: Any, scales: Sequence[Tensor | None]) -> Tensor:
         """The rounded values, as operations that autograd records."""
+        scale, zero, joint = scales
         if scale is None:
             return fake_quantize(weight, self.weight, self.scale_dtype, joint)
         if not self.absolute:
@@ -245,10 +238,8 @@ class RoundingOfGathered(Rounding):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return weight.gradients_by(grad, *scales[:2])
 
-    def differentiable(
-        self, weight: Any, scale: Tensor | None, zero: Tensor | None, joint: Tensor | None
-    ) -> Tensor:
-        return weight.fake_quantized() if scale is None else weight.quantized_by(scale, zero)
+    def differentiable(self, weight: Any, scales: Sequence[Tensor | None]) -> Tensor:
+        return weight.fake_quantized() if scales[0] is None else weight.quantized_by(*scales)
 
     def runs_in_graphs(self, weight: Any) -> bool:
         return False
@@ -272,9 +263,7 @@ def rounded_linear(
     weight: Any,
     bias: Tensor | None,
     rounding: Rounding,
-    scale: Tensor | None = None,
-    zero: Tensor | None = None,
-    joint: Tensor | None = None,
+    scales: Sequence[Tensor | None],
 ) -> Tensor:
     """x [..., K] times the weight [N, K] transposed, both rounded, plus bias [N]: differentiable in all tensors.
 
@@ -283,15 +272,14 @@ def rounded_linear(
         weight: [N, K], plain or gathered, as `rounding` takes it.
         bias: [N].
         rounding: how both are rounded.
-        scale, zero: the parameters of learned scales; None for scales that the weight itself gives.
-        joint: the part of the scales that siblings share, or None.
+        scales: what `Rounding` takes besides.
     """
     compiling = torch.compiler.is_compiling()
     keeps = compiling and not rounding.runs_in_graphs(weight)
     if keeps or not torch.is_grad_enabled():
-        return rounding.recorded(x, weight, bias, scale, zero, joint)
+        return rounding.recorded(x, weight, bias, scales)
     if compiling and rounding.activation is not None:
         x = fake_quantize(x, rounding.activation)
         rounding = replace(rounding, activation=None)
     flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 would not do for K = 0
-    return unflattened(RoundedLinear.apply(flat, weight, bias, rounding, scale, zero, joint), x)
+    return unflattened(RoundedLinear.apply(flat, weight, bias, rounding, *scales), x)

@@ -391,7 +391,7 @@ class FakeQuantizedTensor(OtherProducts, MasterWeightTensor, codec=CodesBeforeCl
             return coded_linear(input, weight, own, bias, found, static)
         if again:
             own = weight.operand_of_rounding()
-            return rounded_linear(input, own, bias, rounding_of(weight, own.dtype), *scales)
+            return rounded_linear(input, own, bias, rounding_of(weight, own.dtype), scales)
         if values is None:
             values = weight.seen_by(*scales)
         elif weight.rounds_weight:
