@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
+
+from lowbit_kernels.runtime import nvrtc
 
 
 def missing_units(device: torch.device, capability: tuple[int, int]) -> str | None:
@@ -13,27 +13,21 @@ def missing_units(device: torch.device, capability: tuple[int, int]) -> str | No
         return None
     if device.type != "cuda" or torch.version.cuda is None:
         return "it is not an NVIDIA GPU"
-    found = _capability(device)
+    found = nvrtc.capability(device)
     needed = ".".join(map(str, capability))
     has = ".".join(map(str, found))
     return None if found >= capability else f"its compute capability is {has}, below {needed}"
-
-
-@functools.cache
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Cached, because torch's query takes 10 us, and each call of each layer asks."""
-    return torch.cuda.get_device_capability(device)
 
 
 def missing_block_products(device: torch.device) -> str | None:
     """Why a GPU from compute capability 9.0 on has no products of float8 blocks; None if it has them."""
     if device.type != "cuda":
         return None
-    found, version = _capability(device), torch.version.cuda or "0.0"
+    found = nvrtc.capability(device)
     if found != (9, 0):
         return f"its compute capability is {'.'.join(map(str, found))}, and cuBLAS has products of blocks for 9.0"
-    if tuple(map(int, version.split(".")[:2])) < (12, 9):
-        return f"torch is built for CUDA {version}, and cuBLAS has products of blocks from CUDA 12.9 on"
+    if nvrtc.cuda_version() < (12, 9):
+        return f"torch is built for CUDA {torch.version.cuda}, and cuBLAS has products of blocks from CUDA 12.9 on"
     return None
 
 

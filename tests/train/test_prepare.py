@@ -14,10 +14,10 @@ from torch import nn
 import lowbit
 from lowbit import MixedPrecisionTensor, train
 from lowbit.layers.prepared import Linear
-from lowbit.schemes import matrix_units
 from lowbit.schemes.matrix_units import missing_units
 from lowbit.schemes.training import TrainingScheme
 from lowbit.train import BitNet, Float8MixedPrecision, Int8MixedPrecision, Int8Weight
+from lowbit_kernels.runtime import nvrtc
 from tests.train.problems import SCHEMES, every_scheme, linear, outcome, prepared, values
 
 INT8 = SCHEMES["int8"]
@@ -150,7 +150,7 @@ def test_siblings_by_name_share_their_input_in_any_order():
 
 def test_the_rule_by_rows_beside_a_larger_layer(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(matrix_units, "_capability", lambda device: (9, 0))
+    monkeypatch.setattr(nvrtc, "capability", lambda device: (9, 0))
     gpu, scheme = torch.device("cuda", 0), Int8MixedPrecision(beside=4)
     least = scheme.least
     enough = max(least.rows_beside(512, 2048), least.rows(2048, 2048))
@@ -314,7 +314,7 @@ def test_the_rule_by_rows():
 @pytest.mark.parametrize("capability,fits", [((7, 5), 0), ((8, 0), 1), ((8, 6), 1), ((9, 0), 2)])
 def test_gpus_without_units_are_refused(monkeypatch, capability, fits):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(matrix_units, "_capability", lambda device: capability)
+    monkeypatch.setattr(nvrtc, "capability", lambda device: capability)
     gpu = torch.device("cuda", 0)
     rows = 2**20
     for scheme, has in ((Int8MixedPrecision(), fits >= 1), (Float8MixedPrecision(), fits == 2)):

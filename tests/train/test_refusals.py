@@ -10,8 +10,8 @@ from torch import nn
 
 import lowbit
 from lowbit import train
-from lowbit.schemes import matrix_units
 from lowbit.train import BitNet, Float8MixedPrecision, Int4Weight, Int8MixedPrecision, Int8Weight
+from lowbit_kernels.runtime import nvrtc
 from tests.train.problems import SCHEMES, linear, prepared
 
 INT8 = SCHEMES["int8"]
@@ -59,7 +59,7 @@ def test_a_weight_of_another_shape_is_refused(scheme, assign):
 @pytest.mark.parametrize("capability,fits", [((7, 5), 0), ((8, 6), 1), ((9, 0), 2)])
 def test_weights_on_gpus_without_units_are_refused(monkeypatch, capability, fits):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(matrix_units, "_capability", lambda device: capability)
+    monkeypatch.setattr(nvrtc, "capability", lambda device: capability)
     weight = SimpleNamespace(dtype=torch.bfloat16, device=torch.device("cuda", 0))
     for scheme, needs in (
         (Int8MixedPrecision(), 1),
