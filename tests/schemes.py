@@ -15,7 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import lowbit as lb
-from lowbit.numerics.affine import choose_qparams_affine, dequantize_affine, quantize_affine
+from lowbit.numerics.affine import (
+    MAPPINGS,
+    choose_qparams_affine,
+    dequantize_affine,
+    quantize_affine,
+)
 from lowbit.numerics.lookup_table import DYNAMIC8
 
 WEIGHT_ONLY = {
@@ -97,13 +102,6 @@ granularities = st.one_of(
     st.sampled_from([lb.PerTensor(), lb.PerRow(), lb.PerToken()]),
     st.builds(lb.PerGroup, _sizes),
     st.lists(_sizes, min_size=1, max_size=3).map(lambda shape: lb.PerBlock(*shape)),
-)
-MAPPINGS = (
-    "symmetric",
-    "symmetric_no_clipping_err",
-    "asymmetric",
-    "float_zero_point",
-    "half_integer",
 )
 
 

@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lowbit as lb
+from lowbit.numerics.affine import MAPPINGS
 from tests.schemes import (
-    MAPPINGS,
     SCHEMES,
     activation_specs,
     over,

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit.numerics.affine import (
+    MAPPINGS,
     VALUE_ZERO_POINT,
     MappingName,
     choose_qparams_affine,
@@ -30,13 +31,6 @@ from lowbit.numerics.granularity import (
 from lowbit.numerics.number_format import Int
 
 EPS = torch.finfo(torch.float32).eps
-MAPPINGS: list[MappingName] = [
-    "symmetric",
-    "symmetric_no_clipping_err",
-    "asymmetric",
-    "float_zero_point",
-    "half_integer",
-]
 INTEGER_ZERO_POINT = MAPPINGS[:3]
 GRANULARITIES = {
     "tensor": PerTensor(),

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.affine import (
+    MAPPINGS,
     MappingName,
     choose_qparams_affine,
     dequantize_affine,
@@ -19,13 +20,6 @@ from lowbit.numerics.affine import (
 )
 from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
 
-MAPPINGS: list[MappingName] = [
-    "symmetric",
-    "symmetric_no_clipping_err",
-    "asymmetric",
-    "float_zero_point",
-    "half_integer",
-]
 FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 mappings = pytest.mark.parametrize("mapping", MAPPINGS)
 float8 = pytest.mark.parametrize("dtype", FLOAT8, ids=["e4m3fn", "e5m2"])

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from lowbit.numerics.affine import (
+    MAPPINGS,
     VALUE_ZERO_POINT,
     MappingName,
     choose_qparams_affine,
@@ -26,13 +27,6 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 NAN, INF = torch.nan, torch.inf
-MAPPINGS: list[MappingName] = [
-    "symmetric",
-    "symmetric_no_clipping_err",
-    "asymmetric",
-    "float_zero_point",
-    "half_integer",
-]
 numbers = st.one_of(
     st.floats(),
     st.sampled_from([NAN, -NAN, INF, -INF, 0.0, -0.0, 5e-324, 1e-45, -1e-40, 65504.0, 3.4e38]),

@@ -16,13 +16,13 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.numerics.affine import (
+    MAPPINGS,
     dequantize_affine,
     fake_quantize_affine,
     quantize_affine,
     unclamped_codes,
 )
 from lowbit_kernels.runtime import launches
-from tests.schemes import MAPPINGS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=str)

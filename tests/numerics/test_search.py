@@ -13,8 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 import lowbit as lb
 from lowbit.numerics import search
+from lowbit.numerics.affine import MAPPINGS
 from lowbit.numerics.search import search_qparams_affine
-from tests.schemes import MAPPINGS, weight_specs
+from tests.schemes import weight_specs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SYMMETRIC = ("symmetric", "symmetric_no_clipping_err")

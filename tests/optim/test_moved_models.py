@@ -11,10 +11,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from lowbit import Int4WeightOnly, optim, qat, train
+from lowbit import optim
 from lowbit.optim import CPUOffloadOptimizer
 from lowbit.tensor.core.base import LowbitTensor
 from tests.optim.problems import relative
+from tests.train.problems import PREPARE
 
 CLASSES = {
     "AdamW8bit": (optim.AdamW8bit, {}),
@@ -28,14 +29,7 @@ CLASSES = {
     "Muon8bit": (optim.Muon8bit, {}),
 }
 every_class = pytest.mark.parametrize("cls,options", CLASSES.values(), ids=CLASSES)
-PREPARED = {
-    "int8 products": lambda m: train.prepare_(m, train.Int8MixedPrecision(always=True)),
-    "float8 products": lambda m: train.prepare_(m, train.Float8MixedPrecision(always=True)),
-    "int8 weights": lambda m: train.prepare_(m, train.Int8Weight()),
-    "BitNet": lambda m: train.prepare_(m, train.BitNet()),
-    "QAT": lambda m: qat.prepare_(m, Int4WeightOnly(group_size=32)),
-    "plain": lambda m: None,
-}
+PREPARED = {**PREPARE, "plain": lambda m: None}
 MOVES = {
     "bf16": lambda m: m.to(torch.bfloat16),
     "double and back": lambda m: m.double().float(),

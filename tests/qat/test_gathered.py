@@ -10,13 +10,13 @@ from torch.nn import functional as F
 import lowbit
 from lowbit import FakeQuantizedTensor, Float8, Int, PerGroup, PerRow, Scheme, Spec
 from lowbit.linear import fused_rounding
+from lowbit.numerics.affine import MAPPINGS
 from lowbit.tensor.trained.learned_scales import scales_of
 from lowbit.tensor.trained.packed_codes import packed, unpacked
 from lowbit.tensor.trained.quantizers import PRESENT, PresentScales
 from lowbit.testing.comparison import same_bits, values
 from lowbit_kernels.runtime.launches import counted
 from tests.as_sent import as_sent
-from tests.schemes import MAPPINGS
 
 FORMATS = {
     f"{'int' if signed else 'uint'}{bits}": Int(bits, signed)

@@ -16,9 +16,9 @@ import lowbit as lb
 from lowbit import qat
 from lowbit.linear.frozen.codes_product import codes_product
 from lowbit.linear.frozen.dequantized import plain_linear
+from lowbit.numerics.affine import MAPPINGS
 from lowbit.tensor.trained.learned_scales import scales_of
 from tests.schemes import (
-    MAPPINGS,
     SCHEMES,
     WEIGHT_ONLY,
     activation_specs,

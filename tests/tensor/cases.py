@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit import (
     BitNet,
@@ -41,6 +41,7 @@ from lowbit import (
     PerTensor,
     Scheme,
     Spec,
+    dequantize_,
     testing,
 )
 from lowbit.tensor import (
@@ -284,6 +285,20 @@ class FrozenContract(
 
     column_step = 0
     fsdp_rows = (33, 1)
+
+    def test_a_model_with_it_is_dequantized(self) -> None:
+        layer = linear_of(self.make((64, 128)))
+        values = layer.weight.dequantize()
+        dequantize_(layer)
+        assert not isinstance(layer.weight, LowbitTensor)
+        assert torch.equal(layer.weight, values)
+
+
+def linear_of(weight: Any) -> nn.Linear:
+    """A frozen linear without a bias."""
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, dtype=weight.dtype)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
 
 
 def over(cases: Sequence[Case]) -> pytest.MarkDecorator:

@@ -6,14 +6,14 @@ import copy
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor
+from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly
 from lowbit.formats.experts import stacked
 from lowbit.tensor.frozen.ordered_tensor import OrderedTensor
-from tests.tensor.cases import FrozenContract
+from tests.tensor.cases import FrozenContract, linear_of
 
 ROWS, COLUMNS = 24, 128
 
@@ -64,16 +64,10 @@ def test_the_product_is_that_of_the_sorted_codes() -> None:
     """The kernels for int4 codes multiply them."""
     w = make(64, 128, torch.bfloat16)
     x = torch.randn(4, 128, dtype=torch.bfloat16)
-    trace = lb.trace(_linear(w), x)
+    trace = lb.trace(linear_of(w), x)
     assert "ordered_linear" in str(trace)
     wanted = F.linear(x[:, w.order[0].long()], w.sorted_matrix)
     assert torch.equal(F.linear(x, w), wanted)
-
-
-def _linear(w: OrderedTensor) -> nn.Linear:
-    layer = nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype)
-    layer.weight = nn.Parameter(w, requires_grad=False)
-    return layer
 
 
 def test_rows_transposes_and_copies() -> None:
@@ -154,14 +148,6 @@ def test_writes_round_in_the_stored_order() -> None:
         w.copy_(other)
     assert type(w) is OrderedTensor
     assert float((w.dequantize() - other).norm() / other.norm()) < 0.15
-
-
-def test_a_model_with_it_is_dequantized() -> None:
-    layer = _linear(make(64, 128))
-    values = layer.weight.dequantize()
-    lb.dequantize_(layer)
-    assert not isinstance(layer.weight, LowbitTensor)
-    assert torch.equal(layer.weight, values)
 
 
 class TestContract(FrozenContract):

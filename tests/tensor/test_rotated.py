@@ -11,14 +11,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly, LowbitTensor
+from lowbit import AffineTensor, Int4WeightOnly, IntxWeightOnly
 from lowbit.formats import FormatError
 from lowbit.granularity import PerGroup, PerToken
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.rotated_tensor import RotatedTable, RotatedTensor, rotated_blocks
 from tests.schemes import relative_error
-from tests.tensor.cases import FrozenContract
+from tests.tensor.cases import FrozenContract, linear_of
 
 ROWS, COLUMNS = 24, 128
 _BY_TOKEN = Spec(Int(4), PerToken(), "symmetric_no_clipping_err")
@@ -52,12 +52,6 @@ def make(
     return quantized(torch.randn(rows, columns).to(dtype), scheme, rotation)
 
 
-def _linear(w: RotatedTensor) -> nn.Linear:
-    layer = nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype)
-    layer.weight = nn.Parameter(w, requires_grad=False)
-    return layer
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 @pytest.mark.parametrize("shape", [(ROWS, COLUMNS), (7, 192), (1, 64), (0, 64)], ids=str)
@@ -89,7 +83,7 @@ def test_what_the_product_runs() -> None:
     """The rows for the rotated matrix, and one op that rotates and rounds where inputs have fewer than 8 bits."""
     w = make(64, 128, torch.bfloat16)
     x = torch.randn(4, 128, dtype=torch.bfloat16)
-    assert "rotated_linear" in str(lb.trace(_linear(w), x))
+    assert "rotated_linear" in str(lb.trace(linear_of(w), x))
     ops = torch.ops.lowbit
     assert torch.equal(F.linear(x, w), F.linear(ops.block_hadamard(x, 64), w.rotated_matrix))
     four = make(64, 128, scheme=SCHEMES["w4a4"])
@@ -162,16 +156,16 @@ def test_what_is_refused(tmp_path) -> None:
         RotatedTensor.of_matrix(static, 64)
     for name in ("gptq", "compressed-tensors", "awq"):
         with pytest.raises(FormatError, match="Rotated"):
-            lb.export(nn.Sequential(_linear(make(64, 128))), tmp_path / name, format=name)
+            lb.export(nn.Sequential(linear_of(make(64, 128))), tmp_path / name, format=name)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_files_and_state_dicts(scheme: lb.Scheme, tmp_path) -> None:
-    layer = _linear(make(64, 128, scheme=scheme))
+    layer = linear_of(make(64, 128, scheme=scheme))
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
-    fresh = _linear(make(64, 128, scheme=scheme, seed=1))
+    fresh = linear_of(make(64, 128, scheme=scheme, seed=1))
     fresh.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(fresh.weight.dequantize(), layer.weight.dequantize())
     lb.save(layer, tmp_path / "model.safetensors")
@@ -179,28 +173,20 @@ def test_files_and_state_dicts(scheme: lb.Scheme, tmp_path) -> None:
     assert type(found) is type(layer.weight.data) and found.rotation == 64
     x = torch.randn(3, 128)
     assert torch.equal(F.linear(x, found), layer(x))
-    other = _linear(make(64, 128, scheme=scheme, rotation=32))
+    other = linear_of(make(64, 128, scheme=scheme, rotation=32))
     with pytest.raises(RuntimeError, match="rotat"):
         other.load_state_dict(layer.state_dict())
 
 
 @pytest.mark.parametrize("name", ["int4", "mxfp4", "w4a4"])
 def test_compiled(name: str) -> None:
-    layer = _linear(make(64, 128, scheme=SCHEMES[name]))
+    layer = linear_of(make(64, 128, scheme=SCHEMES[name]))
     x = torch.randn(3, 128, requires_grad=True)
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), layer(x))
     (got,) = torch.autograd.grad(compiled(x).sum(), x)
     (wanted,) = torch.autograd.grad(layer(x).sum(), x)
     torch.testing.assert_close(got, wanted)
-
-
-def test_a_model_with_it_is_dequantized() -> None:
-    layer = _linear(make(64, 128))
-    values = layer.weight.dequantize()
-    lb.dequantize_(layer)
-    assert not isinstance(layer.weight, LowbitTensor)
-    assert torch.equal(layer.weight, values)
 
 
 class TestContract(FrozenContract):

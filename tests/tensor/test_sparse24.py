@@ -16,7 +16,7 @@ from lowbit.formats import FormatError
 from lowbit.inference.calibration.columns import two_of_four
 from lowbit.tensor.frozen.sparse24_tensor import Sparse24Float8, Sparse24Tensor
 from tests.schemes import relative_error
-from tests.tensor.cases import FrozenContract
+from tests.tensor.cases import FrozenContract, linear_of
 
 SCHEMES = {
     "int8": lb.Int8WeightOnly(),
@@ -56,12 +56,6 @@ def make(
     weight[rows // 2 :, : columns // 2] = 0
     weight[:, 1::4] = 0
     return quantized(weight, scheme)
-
-
-def _linear(w: Sparse24Tensor) -> nn.Linear:
-    layer = nn.Linear(w.shape[1], w.shape[0], bias=False, dtype=w.dtype)
-    layer.weight = nn.Parameter(w, requires_grad=False)
-    return layer
 
 
 def by_hand(w: Sparse24Tensor) -> Tensor:
@@ -120,7 +114,7 @@ def test_products_are_those_of_the_ordinary_weight(
     for a, b in zip(*results, strict=True):
         assert a.dtype is dtype and torch.equal(a, b)
     if shape[0]:
-        assert "sparse_linear" in str(lb.trace(_linear(w), x.detach()))
+        assert "sparse_linear" in str(lb.trace(linear_of(w), x.detach()))
 
 
 @pytest.mark.parametrize("name", ["int8", "int4", "float8"])
@@ -174,27 +168,27 @@ def test_what_is_refused(tmp_path) -> None:
             Sparse24Tensor.of_dense(weight)
     for name in ("gptq", "compressed-tensors", "awq"):
         with pytest.raises(FormatError, match="Sparse24"):
-            lb.export(nn.Sequential(_linear(make(64, 128))), tmp_path / name, format=name)
+            lb.export(nn.Sequential(linear_of(make(64, 128))), tmp_path / name, format=name)
     for name, scheme in (
         ("torchao", lb.Float8WeightOnly()),
         ("torchao", lb.MXFP8DynamicActivationMXFP8Weight()),
         ("modelopt", lb.MXFP8DynamicActivationMXFP8Weight()),
     ):
-        model = nn.Sequential(_linear(make(64, 128, scheme=scheme)))
+        model = nn.Sequential(linear_of(make(64, 128, scheme=scheme)))
         with pytest.raises(FormatError, match=f"{name} holds no compressed 2:4 weights.*Prune24"):
             lb.export(model, tmp_path / name, format=name)
     blocks = lb.Float8DynamicActivationFloat8Weight(lb.PerBlock(128, 128))
     with pytest.raises(ValueError, match="no weights in float8 blocks"):
-        lb.inference.float8_blocks_state_dict(_linear(make(128, 128, scheme=blocks)))
+        lb.inference.float8_blocks_state_dict(linear_of(make(128, 128, scheme=blocks)))
 
 
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_files_and_state_dicts(scheme: lb.Scheme, tmp_path) -> None:
-    layer = _linear(make(64, 128, scheme=scheme))
+    layer = linear_of(make(64, 128, scheme=scheme))
     file = io.BytesIO()
     torch.save(layer.state_dict(), file)
     file.seek(0)
-    fresh = _linear(make(64, 128, scheme=scheme, seed=1))
+    fresh = linear_of(make(64, 128, scheme=scheme, seed=1))
     fresh.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(fresh.weight.dequantize(), layer.weight.dequantize())
     lb.save(layer, tmp_path / "model.safetensors")

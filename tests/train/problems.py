@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lowbit import train
+from lowbit import Int4WeightOnly, qat, train
 from lowbit.train import Float8BlockMixedPrecision, Float8MixedPrecision, Int8MixedPrecision
 from tests.scaled_products import scaled_products
 from tests.schemes import relative_error as relative
@@ -25,6 +25,14 @@ SCHEMES = {
     "float8-tensorwise": Float8MixedPrecision(always=True, tensorwise=True, backward="e5m2"),
     "float8-blocks": Float8BlockMixedPrecision(always=True),
 }
+PREPARE = {
+    "int8 products": lambda m: train.prepare_(m, Int8MixedPrecision(always=True)),
+    "float8 products": lambda m: train.prepare_(m, Float8MixedPrecision(always=True)),
+    "int8 weights": lambda m: train.prepare_(m, train.Int8Weight()),
+    "BitNet": lambda m: train.prepare_(m, train.BitNet()),
+    "QAT": lambda m: qat.prepare_(m, Int4WeightOnly(group_size=32)),
+}
+"""Ways to prepare a model for training, by name."""
 SWITCHES = [switch for switch in product((True, False), repeat=3) if any(switch)]
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 every_switch = pytest.mark.parametrize(

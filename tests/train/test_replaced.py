@@ -22,14 +22,8 @@ from lowbit.convert import replaced
 from lowbit.optim import CPUOffloadOptimizer
 from tests.garbage import only_new
 from tests.optim.problems import run
+from tests.train.problems import PREPARE
 
-PREPARE = {
-    "int8 products": lambda m: train.prepare_(m, train.Int8MixedPrecision(always=True)),
-    "float8 products": lambda m: train.prepare_(m, train.Float8MixedPrecision(always=True)),
-    "int8 weights": lambda m: train.prepare_(m, train.Int8Weight()),
-    "BitNet": lambda m: train.prepare_(m, train.BitNet()),
-    "QAT": lambda m: qat.prepare_(m, Int4WeightOnly(group_size=32)),
-}
 prepared_how = pytest.mark.parametrize("how", PREPARE)
 FREEZE = {
     "quantize_": lambda m: lowbit.quantize_(m, Int8WeightOnly()),
