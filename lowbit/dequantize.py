@@ -121,7 +121,7 @@ def _plain(target: Target, joint: Mapping[str, Tensor]) -> Tensor:
     """The plain values of a weight. `joint`: what siblings share, by the names of the weights."""
     if is_joint(target.weight):
         assert isinstance(target.weight, FakeQuantizedTensor)
-        weight, shared = target.weight, joint[target.owners[0].fqn]
+        weight, shared = target.weight, joint[target.fqn]
         return weight.rounded(weight.weight, joint=shared).detach().to(weight.dtype).contiguous()
     assert isinstance(target.weight, LowbitTensor)
     return target.weight.dequantize().detach().contiguous()

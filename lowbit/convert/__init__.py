@@ -49,6 +49,7 @@ from lowbit.convert.walk import is_conv as is_conv
 from lowbit.convert.walk import is_turned as is_turned
 from lowbit.convert.walk import joint_part as joint_part
 from lowbit.convert.walk import joint_parts as joint_parts
+from lowbit.convert.walk import modules_of as modules_of
 from lowbit.convert.walk import own_schemes as own_schemes
 from lowbit.convert.walk import rounding_owners as rounding_owners
 from lowbit.convert.walk import shape_of_blocks as shape_of_blocks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -45,6 +45,16 @@ class Target:
     scheme: Any
     owners: tuple[Owner, ...]
 
+    @property
+    def fqn(self) -> str:
+        """The first of the fully qualified names of the weight."""
+        return self.owners[0].fqn
+
+
+def modules_of(targets: Iterable[Target]) -> set[nn.Module]:
+    """The modules that hold these weights."""
+    return {owner.module for target in targets for owner in target.owners}
+
 
 def rounding_owners(target: Target) -> list[Owner]:
     """The linears and convolutions that round their inputs by the scheme of the weight that they hold. A static scale
@@ -81,7 +91,7 @@ def shape_of_blocks(target: Target) -> tuple[int, ...]:
 def families_of(targets: Sequence[Target]) -> list[list[Target]]:
     """The targets, two or more at a time, that are siblings (`lowbit.convert.siblings`) and whose schemes join a part
     of their scales."""
-    by_name = {target.owners[0].fqn: target for target in targets if _joins(target)}
+    by_name = {target.fqn: target for target in targets if _joins(target)}
     weights = {
         name: (
             [owner.fqn for owner in target.owners],
@@ -107,7 +117,7 @@ def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, 
     for family in families_of(targets):
         weights = [target.weight for target in family]
         shared = joint_part(family[0].scheme.weight, weights, searched)
-        found |= {target.owners[0].fqn: shared for target in family}
+        found |= {target.fqn: shared for target in family}
     return found
 
 
@@ -207,7 +217,7 @@ def find_targets(
 
 
 def _check_target(target: Target) -> None:
-    fqn = target.owners[0].fqn
+    fqn = target.fqn
     if is_dtensor(target.weight):
         raise ValueError(
             f"{fqn} is a DTensor: convert the model before fully_shard or parallelize_module"
@@ -234,7 +244,7 @@ def _check_patterns(walk: _Walk) -> None:
     idle = unused(walk.patterns, walk.used, walk.leaves_alone)
     if idle:
         targets = walk.targets.values()
-        names = [e.fqn for e in walk.report.entries][:3] or [t.owners[0].fqn for t in targets][:3]
+        names = [e.fqn for e in walk.report.entries][:3] or [t.fqn for t in targets][:3]
         left = [
             f"{e.fqn}: {e.note}"
             for e in walk.report.entries

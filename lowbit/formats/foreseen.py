@@ -91,12 +91,12 @@ class _Examples:
         self._left = {name for name, module in linears.items() if id(module) not in low}
         self._targets: dict[Any, Target] = {}
         for target in targets:
-            shared = re.sub(r"\d+", "*", target.owners[0].fqn)
+            shared = re.sub(r"\d+", "*", target.fqn)
             kind = shared, target.scheme, tuple(target.weight.shape), target.weight.dtype
             self._targets.setdefault(kind, target)
 
     def names(self) -> list[str]:
-        return [target.owners[0].fqn for target in self._targets.values()]
+        return [target.fqn for target in self._targets.values()]
 
     def linears(self) -> set[str]:
         return self._left
@@ -106,7 +106,7 @@ class _Examples:
 
     def items(self) -> Iterator[Item]:
         for target in self._targets.values():
-            name, value = target.owners[0].fqn, _example_of(target)
+            name, value = target.fqn, _example_of(target)
             if self._folder is None:
                 yield Item(name, value, holder_of(name, target.owners, target.weight.ndim))
             else:

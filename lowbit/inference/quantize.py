@@ -17,6 +17,7 @@ from lowbit.convert import (
     is_conv,
     is_turned,
     joint_parts,
+    modules_of,
     replace_weights,
     rounding_owners,
 )
@@ -98,10 +99,10 @@ def quantize_(
         _check_calibrated(target)
         if scales == "searched" and not target.scheme.weight.is_searchable:
             target.scheme.weight.check_free_scales(
-                f"{target.owners[0].fqn}: scales='searched'", "call quantize_ with scales='minmax'"
+                f"{target.fqn}: scales='searched'", "call quantize_ with scales='minmax'"
             )
-    modules = {owner.module for target in targets for owner in target.owners}
-    trained = [t.owners[0][2] for t in targets if t.weight.requires_grad]
+    modules = modules_of(targets)
+    trained = [t.fqn for t in targets if t.weight.requires_grad]
     if 0 < len(trained) < len(targets):
         warnings.warn(
             f"quantize_ freezes {len(trained)} weights that were trained while others were frozen, such as "
@@ -112,7 +113,7 @@ def quantize_(
     report = replace_weights(
         targets,
         report,
-        lambda t: quantized(t, scales, joint.get(t.owners[0].fqn)),
+        lambda t: quantized(t, scales, joint.get(t.fqn)),
         trainable=False,
         device=device,
     )

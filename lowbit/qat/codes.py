@@ -51,7 +51,7 @@ def freeze_codes_(model: nn.Module) -> list[Tensor]:
         new: Any = prepared_weight(target, seen, target.scheme, frozen)
         if not torch.equal(new.quantized_by(scale, zero), seen):
             raise ValueError(
-                f"{target.owners[0].fqn} of {weight.weight.dtype} would change codes of {target.scheme.weight.format}; "
+                f"{target.fqn} of {weight.weight.dtype} would change codes of {target.scheme.weight.format}; "
                 "accepted: float32, or fewer bits"
             )
         pairs += [(p, t) for p, t in zip(found, (scale, zero), strict=True) if p is not None]

@@ -45,7 +45,7 @@ def check_dynamic(targets: Iterable[Target]) -> None:
     for target in targets:
         if target.scheme.is_static:
             raise NotImplementedError(
-                f"{target.owners[0].fqn} has a static activation, {target.scheme.activation}; accepted: dynamic ones, "
+                f"{target.fqn} has a static activation, {target.scheme.activation}; accepted: dynamic ones, "
                 "of the same format with static=False"
             )
 

@@ -47,7 +47,7 @@ def low_bit_gradients(
     found = [target for target in targets if _fits(target, gradients)]
     if targets and not found:
         raise ValueError(
-            f"gradients={gradients} fits none of the chosen weights, such as {targets[0].owners[0].fqn} with "
+            f"gradients={gradients} fits none of the chosen weights, such as {targets[0].fqn} with "
             f"{targets[0].scheme}; {_ACCEPTED}"
         )
     for target in found:

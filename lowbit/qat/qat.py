@@ -29,6 +29,7 @@ from lowbit.convert import (
     families_of,
     find_targets,
     is_turned,
+    modules_of,
     own_schemes,
     replace_weights,
     rounding_owners,
@@ -137,13 +138,13 @@ def prepare_(
         _check_static(target, id(target.weight) in layers)
         if scales == "learned" and _why_present(target, scheme is None) is None:
             _check_free(target)
-    modules = _modules(targets)
+    modules = modules_of(targets)
     static = [
         (t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static
     ]
     asked = targets if scales == "learned" else []
-    notes = {t.owners[0].fqn: _why_present(t, scheme is None) for t in asked}
-    learned = [t.owners for t in targets if notes.get(t.owners[0].fqn, "present") is None]
+    notes = {t.fqn: _why_present(t, scheme is None) for t in asked}
+    learned = [t.owners for t in targets if notes.get(t.fqn, "present") is None]
     lora.warn_of_files(model, learned)
 
     own = PRESENT if scales == "learned" else Quantizer.kinds[scales]()
@@ -157,13 +158,13 @@ def prepare_(
 
     def prepared(target: Target) -> Tensor:
         found = LearnedScales() if target.owners in learned else own
-        found = JointScales() if target.owners[0].fqn in joint else found
+        found = JointScales() if target.fqn in joint else found
         made = prepared_weight(target, target.weight, target.scheme, found)
         made.role = "base" if id(target.weight) in layers else made.role
         made.gradients = gradients if target.owners in in_low_bits else None
         return made
 
-    starts = {t.owners[0].fqn: stored_scales(t) for t in targets if t.owners in learned}
+    starts = {t.fqn: stored_scales(t) for t in targets if t.owners in learned}
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
     make_prepared(modules, [nn.Linear])
@@ -210,9 +211,7 @@ def _targets(
         shape = tuple(target.weight.shape)
         report.entries += [Entry(owner.fqn, shape, False, note) for owner in target.owners]
     if not kept:
-        reasons = "; ".join(
-            f"{t.owners[0].fqn}: {report.left[t.owners[0].fqn]}" for t in targets[:3]
-        )
+        reasons = "; ".join(f"{t.fqn}: {report.left[t.fqn]}" for t in targets[:3])
         raise ValueError(f"nothing to prepare in {type(model).__name__} ({reasons})")
     return kept, report
 
@@ -228,18 +227,18 @@ def _families(
 ) -> list[list[Owner]]:
     """All owners of weights that are siblings and share a part of their scales, family by family: of plain linears,
     which multiply by the weight and in no other way. `notes` gets a note on other siblings, and on those of `alone`."""
-    excluded = {target.owners[0].fqn for target in alone}
+    excluded = {target.fqn for target in alone}
     plain = [
         t
         for t in targets
-        if t.owners[0].fqn not in excluded
+        if t.fqn not in excluded
         and not t.scheme.is_static
         and all(without(type(owner.module)) is nn.Linear for owner in t.owners)
     ]
     found = [[owner for t in family for owner in t.owners] for family in families_of(plain)]
     joint = {owner.fqn for family in found for owner in family}
     for target in (t for family in families_of(targets) for t in family):
-        if target.owners[0].fqn not in joint:
+        if target.fqn not in joint:
             _add(notes, target, _ALONE)
     return found
 
@@ -266,7 +265,7 @@ def _on_grid(format: str, scheme: Schemes | None) -> Schemes:
 
 def _check_free(target: Target) -> None:
     target.scheme.weight.check_free_scales(
-        f"{target.owners[0].fqn}: scales='learned'",
+        f"{target.fqn}: scales='learned'",
         "call prepare_ with scales='present', which rounds them as they are stored",
     )
 
@@ -289,7 +288,7 @@ def _check_static(target: Target, is_merged: bool) -> None:
     """Raise an error for a static activation of a module that rounds no input before its product."""
     if target.scheme.is_static and is_merged:
         raise NotImplementedError(
-            f"{target.owners[0].fqn}: a static activation of a weight merged with its adapters; accepted: a dynamic "
+            f"{target.fqn}: a static activation of a weight merged with its adapters; accepted: a dynamic "
             f"activation, or {lora.KEEP}"
         )
     if target.scheme.is_static:
@@ -302,16 +301,12 @@ def _check_static(target: Target, is_merged: bool) -> None:
 
 
 def _add(notes: dict[str, str | None], target: Target, note: str) -> None:
-    fqn = target.owners[0].fqn
+    fqn = target.fqn
     notes[fqn] = "; ".join(filter(None, (notes.get(fqn), note)))
 
 
 def _with_note(entry: Entry, note: str | None) -> Entry:
     return entry if note is None else replace(entry, note=f"{entry.note}; {note}")
-
-
-def _modules(targets: list[Target]) -> set[nn.Module]:
-    return {module for target in targets for module, _, _ in target.owners}
 
 
 def convert_(model: nn.Module) -> Report:
@@ -375,7 +370,7 @@ def convert_(model: nn.Module) -> Report:
         scales = weight.quantizer.scales_in(module, attribute)
         return converted_weight(target, weight, scales, of_input)
 
-    modules = _modules(targets)
+    modules = modules_of(targets)
     report = replace_weights(targets, Report(), frozen, trainable=False)
     make_plain(model, modules)
     lora.unwrap(model, {layer for _, layer in layers.values()})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from lowbit.convert import Report, Target, check_module, replace_weights
+from lowbit.convert import Report, Target, check_module, modules_of, replace_weights
 from lowbit.layers.prepared import make_plain
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.lora import multiply_as_before
@@ -33,7 +33,7 @@ def undo_(model: nn.Module) -> Report:
             f"{type(model).__name__} has no prepared weights, none to undo; lowbit.dequantize_(model) gives plain "
             "weights for those of other kinds"
         )
-    modules = {module for target in targets for module, _, _ in target.owners}
+    modules = modules_of(targets)
     report = replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
     multiply_as_before(model.modules())
     make_plain(model, modules)

@@ -79,7 +79,7 @@ def rounding_owner(target: Target) -> Owner:
     owner = next(iter(rounding_owners(target)), None)
     if owner is None:
         raise NotImplementedError(
-            f"{target.owners[0].fqn} belongs to a {type(target.owners[0].module).__name__}, and the static scale of "
+            f"{target.fqn} belongs to a {type(target.owners[0].module).__name__}, and the static scale of "
             "its input to another module; accepted: torch.nn.utils.parametrize.remove_parametrizations before"
         )
     return owner

@@ -68,7 +68,7 @@ class TrainedModel(ModelSource):
             if isinstance(module, Prepared):
                 module.check_computed(name)
         self._targets = {
-            _plain_name(target.owners[0].fqn): in_order_of_linears(target)
+            _plain_name(target.fqn): in_order_of_linears(target)
             for target in prepared_targets(model, if_sharded=None)
         }
         super().__init__(model, tokenizer)

@@ -33,7 +33,7 @@ def convert_(model: nn.Module) -> Report:
     targets = prepared_targets(model, tuple(k for k in kinds if not k.stays), "convert")
     for target in targets:
         assert isinstance(target.weight, TrainableTensor)
-        check_weight(target.weight.master(), target.owners[0][2])
+        check_weight(target.weight.master(), target.fqn)
     report = replace_prepared(
         model, targets, _frozen, "for inference", trainable=False, report=_staying(model)
     )

@@ -20,6 +20,7 @@ from lowbit.convert import (
     TrainingSchemes,
     find_owners,
     find_targets,
+    modules_of,
     replace_weights,
 )
 from lowbit.layers.prepared import make_plain, make_prepared
@@ -59,18 +60,18 @@ def prepare_(
         device = torch.device(device)  # `.to` takes a dtype too
         for target in targets:
             target.scheme.check(torch.empty(0, dtype=target.weight.dtype, device=device))
-    owners = {module for target in targets for module, _, _ in target.owners}
+    modules = modules_of(targets)
     report = replace_weights(targets, report, _prepared, trainable=True, device=device)
     if device is not None:
         model.to(device)
-    make_prepared(owners, [nn.Linear])
+    make_prepared(modules, [nn.Linear])
     remember_prepared(model, report)
     return report.count(model)
 
 
 def _prepared(target: Target) -> Tensor:
     kind = TrainableTensor.of(target.scheme)
-    return kind.prepared(target.weight, target.scheme, target.owners[0][2])
+    return kind.prepared(target.weight, target.scheme, target.fqn)
 
 
 def restore_(model: nn.Module) -> Report:
@@ -130,7 +131,7 @@ def replace_prepared(
 ) -> Report:
     """`replace_weights` for prepared weights of `model`. Also undoes what `prepare_` did to its modules. The other
     `Args:` are the same."""
-    modules: set[nn.Module] = {module for target in targets for module, _, _ in target.owners}
+    modules = modules_of(targets)
     report = replace_weights(targets, report or Report(), make, trainable=trainable, note=note)
     make_plain(model, modules)
     return report

@@ -47,7 +47,7 @@ def estimated(
     for target in (t for unit in units for option in unit.options for t in option.targets):
         if target.scheme.activation is not None:
             raise ValueError(
-                f"{target.owners[0].fqn}: {target.scheme} rounds activations, whose damage gradients of weights don't "
+                f"{target.fqn}: {target.scheme} rounds activations, whose damage gradients of weights don't "
                 "show; accepted: weight-only schemes, or estimate=False"
             )
     squares = _Squares(units)

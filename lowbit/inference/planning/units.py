@@ -53,7 +53,7 @@ class Option:
     def weights(self) -> list[Tensor]:
         """The quantized weights of `targets`."""
         joint = joint_parts(self.targets, self.scales == "searched")
-        return [quantized(t, self.scales, joint.get(t.owners[0].fqn)) for t in self.targets]
+        return [quantized(t, self.scales, joint.get(t.fqn)) for t in self.targets]
 
     def held(self, weights: Sequence[Tensor]) -> list[Held]:
         """What the modules hold with these weights."""
@@ -134,7 +134,7 @@ def units_of(
     for target in (t for own in found for t in own):
         if target.scheme.is_static:
             raise NotImplementedError(
-                f"{target.owners[0].fqn}: {target.scheme} has static activations; accepted: dynamic ones. Calibrate "
+                f"{target.fqn}: {target.scheme} has static activations; accepted: dynamic ones. Calibrate "
                 "with the finished plan, after you have changed its schemes to static ones"
             )
         unit = units.setdefault(_unit_of(target), Unit(_unit_of(target)))
@@ -175,7 +175,7 @@ def _with_embeddings(model: nn.Module, given: Schemes) -> Schemes:
 
 
 def _unit_of(target: Target) -> str:
-    return unit_of(target.owners[0].fqn, target.weight.shape)
+    return unit_of(target.fqn, target.weight.shape)
 
 
 def _pattern(target: Target) -> str:

@@ -41,7 +41,7 @@ def plan(model: Any, patterns: Mapping[str, Scheme | None], experts: bool) -> We
     owners = [(owner, t.scheme) for t in targets for owner in t.owners]
     schemes = {owner.fqn: scheme for owner, scheme in owners}
     transposed = {owner.fqn for t in targets if is_turned(t) for owner in t.owners}
-    families = [tuple(t.owners[0].fqn for t in family) for family in families_of(targets)]
+    families = [tuple(t.fqn for t in family) for family in families_of(targets)]
     siblings = {name: family for family in families for name in family}
     return WeightChoice(schemes, transposed, report, siblings)
 

@@ -216,7 +216,7 @@ def _check_blocks(model: nn.Module, blocks: list[nn.Module]) -> None:
             "no weight of the blocks is prepared; call lowbit.qat.prepare_(model, scheme, scales='learned') first"
         )
     check_dynamic(targets)
-    off = [t.owners[0].fqn for t in targets if cast(FakeQuantizedTensor, t.weight).off is not None]
+    off = [t.fqn for t in targets if cast(FakeQuantizedTensor, t.weight).off is not None]
     if off:
         raise ValueError(
             f"fake quantization of {off[0]} is off, so no rounding to train for; call lowbit.qat.enable_(model)"

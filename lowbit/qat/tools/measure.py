@@ -188,9 +188,7 @@ class _Rounding:
         self.weight_tally, self.activation_tally = _Tally(), _Tally()
         weight, scheme = plain_weight(target.weight), target.scheme
         if weight.is_meta:
-            raise ValueError(
-                f"{target.owners[0].fqn} is on the meta device; accepted: a model with weights"
-            )
+            raise ValueError(f"{target.fqn} is on the meta device; accepted: a model with weights")
         parameters = learned_scales(target)
         self.learned = parameters
         own: Any = target.weight

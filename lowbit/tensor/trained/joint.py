@@ -110,7 +110,7 @@ def joint_parts(targets: Iterable[Any]) -> dict[str, Tensor]:
             joint = joint_of(module)
             found |= {id(sibling): joint for sibling in module.siblings}
     return {
-        target.owners[0].fqn: found[id(target.owners[0].module)]
+        target.fqn: found[id(target.owners[0].module)]
         for target in targets
         if is_joint(target.weight)
     }
