@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowbit.convert import Owner, Target
+from lowbit.convert import Target
 from lowbit.linear.coded_linear import described
 from lowbit.linear.frozen.codes_product import codes_format
 from lowbit.schemes.mixed_precision import MixedPrecision
@@ -34,16 +34,14 @@ def check_gradients(gradients: Any) -> None:
         )
 
 
-def low_bit_gradients(
-    targets: Sequence[Target], gradients: MixedPrecision | None
-) -> list[tuple[Owner, ...]]:
-    """The owners of each weight whose gradients run by the scheme `gradients`: its product may be one of codes in that
+def low_bit_gradients(targets: Sequence[Target], gradients: MixedPrecision | None) -> set[str]:
+    """The names of the weights whose gradients run by the scheme `gradients`: its product may be one of codes in that
     format.
 
     Raises ValueError where it fits none of some weights, or where a device lacks its units.
     """
     if gradients is None:
-        return []
+        return set()
     found = [target for target in targets if _fits(target, gradients)]
     if targets and not found:
         raise ValueError(
@@ -52,7 +50,7 @@ def low_bit_gradients(
         )
     for target in found:
         gradients.check(target.weight)
-    return [target.owners for target in found]
+    return {target.fqn for target in found}
 
 
 def _fits(target: Target, gradients: MixedPrecision) -> bool:

@@ -134,48 +134,48 @@ def prepare_(
     if format is not None and not layers:
         _check_export(model, targets, format)
     lora.name_adapters(report, model, _ADAPTER_NOTES[adapters])
+    asked = targets if scales == "learned" else []
+    notes = {t.fqn: _why_present(t, scheme is None) for t in asked}
+    learned = {t.fqn: t.owners for t in asked if notes[t.fqn] is None}
     for target in targets:
         _check_static(target, id(target.weight) in layers)
-        if scales == "learned" and _why_present(target, scheme is None) is None:
+        if target.fqn in learned:
             _check_free(target)
     modules = modules_of(targets)
     static = [
-        (t.owners, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static
+        (t.fqn, rounding_owners(t), t.scheme.activation) for t in targets if t.scheme.is_static
     ]
-    asked = targets if scales == "learned" else []
-    notes = {t.fqn: _why_present(t, scheme is None) for t in asked}
-    learned = [t.owners for t in targets if notes.get(t.fqn, "present") is None]
-    lora.warn_of_files(model, learned)
+    lora.warn_of_files(model, learned.values())
 
     own = PRESENT if scales == "learned" else Quantizer.kinds[scales]()
-    alone = [t for t in targets if id(t.weight) in layers or t.owners in learned or own != PRESENT]
+    alone = [t for t in targets if id(t.weight) in layers or t.fqn in learned or own != PRESENT]
     families = _families(targets, alone, notes)
     joint = {owner.fqn for family in families for owner in family}
     in_low_bits = low_bit_gradients(targets, gradients)
     if gradients is not None:
         for target in targets:
-            _add(notes, target, gradients_note(gradients, target.owners in in_low_bits))
+            _add(notes, target, gradients_note(gradients, target.fqn in in_low_bits))
 
     def prepared(target: Target) -> Tensor:
-        found = LearnedScales() if target.owners in learned else own
+        found = LearnedScales() if target.fqn in learned else own
         found = JointScales() if target.fqn in joint else found
         made = prepared_weight(target, target.weight, target.scheme, found)
         made.role = "base" if id(target.weight) in layers else made.role
-        made.gradients = gradients if target.owners in in_low_bits else None
+        made.gradients = gradients if target.fqn in in_low_bits else None
         return made
 
-    starts = {t.fqn: stored_scales(t) for t in targets if t.owners in learned}
+    starts = {t.fqn: stored_scales(t) for t in targets if t.fqn in learned}
     report = replace_weights(targets, report, prepared, trainable=True)
     report.entries = [_with_note(entry, notes.get(entry.fqn)) for entry in report.entries]
     make_prepared(modules, [nn.Linear])
     for family in families:
         make_siblings([owner.module for owner in family])
     lora.merge_in_products(layers.values())
-    for owners in learned:
-        (module, name, fqn), holders = owners[0], [(o.module, o.attribute) for o in owners]
-        give_scales(getattr(module, name), holders, starts[fqn])
-    for owners, rounding, spec in static:
-        prepare_input([owner.module for owner in rounding], spec, learned=owners in learned)
+    for fqn, owners in learned.items():
+        holders = [(owner.module, owner.attribute) for owner in owners]
+        give_scales(getattr(*holders[0]), holders, starts[fqn])
+    for fqn, rounding, spec in static:
+        prepare_input([owner.module for owner in rounding], spec, learned=fqn in learned)
     return report.count(model)
 
 
