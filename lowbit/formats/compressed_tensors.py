@@ -319,9 +319,20 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
     if isinstance(weight, TableTensor):
         kind = fp4.kind_for(weight)
         return {"format": kind.format, "weights": kind.arguments, "input_activations": given}
-    columns = weight.shape[-1]
+    args = _number_settings(spec)
+    args |= _strategy(spec, args["type"], weight.shape[-1])
+    if args["num_bits"] > 8:
+        raise FormatError(f"{spec.mapping} of {spec.format.bits} bits takes 9 bits there")
+    args["dynamic"] = False
+    written = FLOATS if args["type"] == "float" else PACKED
+    written = MXFP8 if is_mxfp8(spec) else written
+    if written is PACKED and args["num_bits"] == 8 and activation is not None:
+        written = INTEGERS
+    return {"format": written, "weights": args, "input_activations": given}
+
+
+def _number_settings(spec: Spec) -> dict[str, Any]:
     args: dict[str, Any] = {"num_bits": spec.format.bits, "type": "int", "symmetric": True}
-    granularity = spec.granularity
     if isinstance(spec.format, Float8):
         args["type"] = "float"
         if spec.format.dtype is not E4M3 or (spec.scales is not None and not is_mxfp8(spec)):
@@ -336,31 +347,23 @@ def _settings(weight: LowbitTensor) -> dict[str, Any]:
         )
     else:
         args["symmetric"] = not spec.has_zero_point
-    if isinstance(granularity, PerGroup) and (args["type"] == "int" or is_mxfp8(spec)):
+    return args
+
+
+def _strategy(spec: Spec, kind: str, columns: int) -> dict[str, Any]:
+    granularity = spec.granularity
+    if isinstance(granularity, PerGroup) and (kind == "int" or is_mxfp8(spec)):
         group = granularity.group_size
         if columns % group:
             raise FormatError(f"its {columns} inputs are not a multiple of the group size {group}")
-        args |= {"strategy": "group", "group_size": group, **(_E8M0 if is_mxfp8(spec) else {})}
-    elif isinstance(granularity, PerRow):
-        args["strategy"] = "channel"
-    elif isinstance(granularity, PerTensor):
-        args["strategy"] = "tensor"
-    elif (
-        isinstance(granularity, PerBlock)
-        and args["type"] == "float"
-        and len(granularity.shape) == 2
-    ):
-        args |= {"strategy": "block", "block_structure": list(granularity.shape)}
-    else:
-        raise FormatError(f"compressed-tensors holds no {args['type']} weights with {granularity}")
-    if args["num_bits"] > 8:
-        raise FormatError(f"{spec.mapping} of {spec.format.bits} bits takes 9 bits there")
-    args["dynamic"] = False
-    written = FLOATS if args["type"] == "float" else PACKED
-    written = MXFP8 if is_mxfp8(spec) else written
-    if written is PACKED and args["num_bits"] == 8 and activation is not None:
-        written = INTEGERS
-    return {"format": written, "weights": args, "input_activations": given}
+        return {"strategy": "group", "group_size": group, **(_E8M0 if is_mxfp8(spec) else {})}
+    if isinstance(granularity, PerRow):
+        return {"strategy": "channel"}
+    if isinstance(granularity, PerTensor):
+        return {"strategy": "tensor"}
+    if isinstance(granularity, PerBlock) and kind == "float" and len(granularity.shape) == 2:
+        return {"strategy": "block", "block_structure": list(granularity.shape)}
+    raise FormatError(f"compressed-tensors holds no {kind} weights with {granularity}")
 
 
 def _why_no_activation(spec: Spec) -> str | None:

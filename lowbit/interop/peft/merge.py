@@ -89,16 +89,15 @@ def merge_(
     learn = None if batches is None else Learned(model, batches, steps)
     report, names = MergeReport(), None if adapter_names is None else list(adapter_names)
     done: list[Kept] = [] if learn is None else learn.vectors()
-    keeps = keep_base or learn is not None
     sums: list[Sum] = []
     try:
         with progress("merging adapters", len(layers), unit="layers") as advance:
             for name, layer in layers.items():
-                kept = Kept.of_layer(layer) if keeps else None
-                done += [] if kept is None else [kept]
+                if keep_base or learn is not None:
+                    done.append(Kept.of_layer(layer))
                 found = _merge(name, layer, names, report)
-                if found is not None and kept is not None and learn is not None:
-                    found.before = kept
+                if found is not None and learn is not None:
+                    found.before = done[-1]
                     sums.append(found)
                 advance(1)
         if learn is not None and sums:
