@@ -400,20 +400,23 @@ class _Run:
                     optimizer.step()
                     optimizer.zero_grad()
                     taken += 1
-                error = float(torch.stack(errors).mean())
-                if not math.isfinite(error):
-                    raise ValueError(
-                        f"the error of {name} is {error} in epoch {epoch}; accepted: smaller learning rates than "
-                        f"lr={settings.lr:g}, scale_lr={settings.scale_lr:g}"
-                    )
-                if self.progress is not None:
-                    count = len(self.streams.arguments[0])
-                    self.progress(BlockProgress(index + 1, count, epoch, settings.epochs, error))
+                self._tell(index, name, epoch, float(torch.stack(errors).mean()))
         finally:
             for p in kept:
                 p.requires_grad_(True)
             block.zero_grad(set_to_none=True)
         return steps
+
+    def _tell(self, index: int, name: str, epoch: int, error: float) -> None:
+        settings = self.settings
+        if not math.isfinite(error):
+            raise ValueError(
+                f"the error of {name} is {error} in epoch {epoch}; accepted: smaller learning rates than "
+                f"lr={settings.lr:g}, scale_lr={settings.scale_lr:g}"
+            )
+        if self.progress is not None:
+            count = len(self.streams.arguments[0])
+            self.progress(BlockProgress(index + 1, count, epoch, settings.epochs, error))
 
 
 def _groups(block: nn.Module, settings: _Settings) -> list[dict[str, Any]]:
