@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.convert import patterns
 from lowbit.formats import compressed_tensors_fp4 as fp4
 from lowbit.formats.base import Format, FormatError, Parts, check_matrix, layer_of
 from lowbit.formats.compressed_tensors_words import DENSE_SINCE, crosses_words, in_dense_words
@@ -44,7 +45,7 @@ from lowbit.formats.integers import (
     whole_groups,
     words_of,
 )
-from lowbit.formats.layer_names import begins_with, is_embedding, is_listed
+from lowbit.formats.layer_names import is_embedding, is_listed
 from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.lookup_table import E2M1, LookupTable
@@ -257,7 +258,7 @@ def _group_for(config: Mapping[str, Any], layer: str) -> Mapping[str, Any] | Non
         if layer in own:
             return group
     for own, group in targets:
-        if any(target[:3] == "re:" and begins_with(target[3:], layer) for target in own):
+        if any(target[:3] == "re:" and patterns.matches(target[3:], layer) for target in own):
             return group
     kinds = ("Embedding", "Linear") if is_embedding(layer) else ("Linear",)
     return next((group for kind in kinds for own, group in targets if kind in own), None)

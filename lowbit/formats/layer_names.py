@@ -41,21 +41,13 @@ def is_head(layer: str) -> bool:
     return layer.rpartition(".")[2] in _HEADS and layer.count(".") <= 1
 
 
-def begins_with(expression: str, layer: str) -> bool:
-    """True if a regular expression of a folder's config.json matches the beginning of a name.
-
-    Raises `lowbit.convert.patterns.PatternError`, a ValueError, for an expression whose match may never end.
-    """
-    return patterns.matches(expression, layer)
-
-
 def is_listed(layer: str, entries: Any) -> bool:
     """True if a list of modules that stay plain has `layer`: by "re:" and an expression, by a pattern with "*", or by a
     part of its name, as other programs read such lists."""
     if not isinstance(entries, list | tuple | None):
         raise TypeError(f"{entries!r:.60} is not a list of modules")
     return any(
-        begins_with(entry[3:], layer)
+        patterns.matches(entry[3:], layer)
         if entry.startswith("re:")
         else entry in layer or fnmatchcase(layer, f"{entry}*")
         for entry in entries or ()
@@ -67,7 +59,7 @@ def settings_of(config: Mapping[str, Any], layer: str) -> Mapping[str, Any]:
     "dynamic" that matches the beginning of the name."""
     dynamic = config.get("dynamic")
     for pattern, changes in (dynamic if isinstance(dynamic, Mapping) else {}).items():
-        if begins_with(pattern.removeprefix("+:"), layer) and isinstance(changes, Mapping):
+        if patterns.matches(pattern.removeprefix("+:"), layer) and isinstance(changes, Mapping):
             return {**config, **changes}
     return config
 
@@ -76,7 +68,7 @@ def left_out_by(config: Mapping[str, Any], layer: str) -> bool:
     """True if "dynamic" has an expression of layers that stay plain, "-:…", for `layer`."""
     dynamic = config.get("dynamic")
     without = [p[2:] for p in dynamic if p[:2] == "-:"] if isinstance(dynamic, Mapping) else []
-    return any(begins_with(pattern, layer) for pattern in without)
+    return any(patterns.matches(pattern, layer) for pattern in without)
 
 
 def why_left_alone(
