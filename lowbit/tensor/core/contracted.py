@@ -43,6 +43,13 @@ def contracted(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], low:
     return CONTRACTIONS[func](low, *args, **kwargs)
 
 
+def _refusal(low: type, operands: Sequence[Any], what: str) -> NotImplementedError:
+    """The error of the weight among these operands."""
+    weight: Any = next(t for t in operands if isinstance(t, low))
+    error: NotImplementedError = weight._unsupported(what)
+    return error
+
+
 # ---- as equations ----------------------------------------------------------------------------------------------------
 
 
@@ -53,14 +60,8 @@ def _einsum(low: type, equation: Any, *operands: Any) -> Tensor:
     weights = [t for t in operands if isinstance(t, low)]
     what = f"torch.einsum({equation!r}, …)"
     if not isinstance(equation, str) or not weights:
-        owner: Any = next(t for t in (equation, *operands) if isinstance(t, low))
-        raise NoProduct(
-            str(
-                owner._unsupported(
-                    f"torch.einsum with lists of dimensions ({ACCEPTED}, as a string)"
-                )
-            )
-        )
+        lists = f"torch.einsum with lists of dimensions ({ACCEPTED}, as a string)"
+        raise NoProduct(str(_refusal(low, (equation, *operands), lists)))
     weight: Any = weights[0]
     labels = _labels(equation, [t.ndim for t in operands])
     if labels is not None and len(operands) == 2 and len(weights) == 1:
@@ -71,7 +72,7 @@ def _einsum(low: type, equation: Any, *operands: Any) -> Tensor:
         if found is not None:
             return found
     if len(weights) > 1 or weight.rounds_inputs:
-        raise NoProduct(str(weight._unsupported(f"{what} ({ACCEPTED})")))
+        raise NoProduct(str(_refusal(low, weights, f"{what} ({ACCEPTED})")))
     dtype = next((t.dtype for t in operands if t is not weight), weight.dtype)
     plain = [t.dequantize().to(dtype) if t is weight else t for t in operands]
     return torch.einsum(equation, *plain)
@@ -85,8 +86,7 @@ def _inner(low: type, input: Any, other: Any) -> Tensor:
 def _tensordot(low: type, a: Any, b: Any, dims: Any = 2, out: Any = None) -> Tensor:
     """torch.tensordot."""
     if out is not None:
-        held: Any = next(t for t in (a, b) if isinstance(t, low))
-        raise held._unsupported("torch.tensordot with out=")
+        raise _refusal(low, (a, b), "torch.tensordot with out=")
     if isinstance(dims, Tensor):
         dims = dims.tolist()
     if isinstance(dims, int):
@@ -103,8 +103,7 @@ def _tensordot(low: type, a: Any, b: Any, dims: Any = 2, out: Any = None) -> Ten
 def _multi_dot(low: type, tensors: Sequence[Any], *, out: Any = None) -> Tensor:
     """torch.linalg.multi_dot, from the left, so that each weight multiplies the product of those before it."""
     if out is not None:
-        held: Any = next(t for t in tensors if isinstance(t, low))
-        raise held._unsupported("a product of matrices with out=")
+        raise _refusal(low, tensors, "a product of matrices with out=")
     return reduce(torch.matmul, tensors)
 
 
@@ -116,8 +115,7 @@ def _added(multiply: Callable[[Any, Any], Tensor]) -> Callable[..., Tensor]:
         low: type, input: Any, a: Any, b: Any, *, beta: float = 1, alpha: float = 1, out: Any = None
     ) -> Tensor:
         if out is not None:
-            held: Any = next(t for t in (input, a, b) if isinstance(t, low))
-            raise held._unsupported("a sum with a product with out=")
+            raise _refusal(low, (input, a, b), "a sum with a product with out=")
         if multiply is torch.bmm and beta == 1 and getattr(input, "stored_as", None) is not None:
             if (dtype := autocast_dtype(a.device.type)) is not None:
                 a, b = a.to(dtype), b.to(dtype)
