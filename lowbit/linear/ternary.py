@@ -38,7 +38,7 @@ def _ternary_product(
     product, so packing the codes would only add work.
     """
     codes = F.pad(codes, (0, -codes.shape[1] % 16))
-    out = torch.float32 if dtype is torch.float64 else dtype
+    out = _narrow(dtype)
     bias = None if bias is None else bias.to(out)
     scales = tokens[1], scale.view(1)
     y = kernels.scaled_mm.scaled_mm(tokens[0], codes, *scales, bias=bias, out_dtype=out)

@@ -26,9 +26,9 @@ def opaque(schema: str, fake: Callable[..., Tensor]) -> Callable[[Run], Run]:
     return declared
 
 
-def for_subclasses(schema: str, passes: int) -> Any:
-    """Define an operator that tensor subclasses compute. Its gradient is that of its argument number `passes`. Returns
-    its overload."""
+def for_subclasses(schema: str) -> Any:
+    """Define an operator that tensor subclasses compute. Its gradient is that of its second argument. Returns its
+    overload."""
     _LIBRARY.define(schema)
     name = schema[: schema.index("(")]
 
@@ -36,7 +36,7 @@ def for_subclasses(schema: str, passes: int) -> Any:
         ctx.count = len(inputs)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return tuple(grad if at == passes else None for at in range(ctx.count))
+        return tuple(grad if at == 1 else None for at in range(ctx.count))
 
     torch.library.register_autograd(f"lowbit::{name}", backward, setup_context=setup, lib=_LIBRARY)
     return getattr(torch.ops.lowbit, name).default

@@ -224,7 +224,7 @@ def _factor(x: Any) -> Any:
     return x.factor() if is_whole else rounded_values(x)
 
 
-ROUNDING_INPUTS = for_subclasses("rounding_inputs(Tensor weight, Tensor values) -> Tensor", 1)
+ROUNDING_INPUTS = for_subclasses("rounding_inputs(Tensor weight, Tensor values) -> Tensor")
 
 
 def rounding_inputs(weight: Tensor, values: Tensor) -> Tensor:

@@ -269,8 +269,7 @@ def settled_by(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 _IN_CODES = for_subclasses(
-    "in_codes(Tensor weight, Tensor values, Tensor codes, Tensor scale, Tensor? zero_point) -> Tensor",
-    1,
+    "in_codes(Tensor weight, Tensor values, Tensor codes, Tensor scale, Tensor? zero_point) -> Tensor"
 )
 
 
