@@ -7,6 +7,7 @@ has made more parameters than the folder can fill.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,8 @@ _OF_LAYERS = ("layer", "block", "depth", "stage")
 """Words that names of counts of layers contain."""
 _OF_SIZES = ("size", "channel")
 """Words that mark other names, such as the `vocab_size_per_layer_input` of Gemma 3n."""
+_FLOATS = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+"""What transformers writes as {"__float__": "Infinity"}, such as the `time_step_limit` of Mamba 2."""
 _MAKERS = (torch.arange, torch.zeros, torch.ones, torch.full, torch.linspace, torch.eye)
 
 
@@ -57,6 +60,17 @@ def _values(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
             yield from _values(inner, key)
     else:
         yield key, value
+
+
+def _with_floats(value: Any) -> Any:
+    """A value of config.json with the floats that JSON does not have."""
+    if isinstance(value, list):
+        return [_with_floats(one) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if value.keys() == {"__float__"} and isinstance(tag := value["__float__"], str):
+        return _FLOATS.get(tag, value)
+    return {key: _with_floats(one) for key, one in value.items()}
 
 
 class EmptyOnMeta(TorchFunctionMode):
@@ -113,9 +127,10 @@ def built(folder: Folder | GgufFile) -> nn.Module:
         )
     architecture: Any = kind
     try:
-        config = architecture.config_class.from_dict(folder.config)
+        config = architecture.config_class.from_dict(_with_floats(folder.config))
         with EmptyOnMeta(2 * count + SPARE):
             model: nn.Module = architecture(config)
+        _compute(model, {*folder.names()}, getattr(folder, "dtype", None))
         if (folder.path / "generation_config.json").is_file():
             made = transformers.GenerationConfig.from_pretrained(folder.path)
             model.generation_config = made
@@ -126,3 +141,14 @@ def built(folder: Folder | GgufFile) -> nn.Module:
             f"{folder.path}: transformers cannot build the {names[0]} of config.json ({brief(error)}); give model="
         ) from error
     return model
+
+
+def _compute(model: Any, stored: set[str], dtype: torch.dtype | None) -> None:
+    """Make the parameters that transformers never stores and computes at each load, such as the sinusoidal positions
+    of Marian. `dtype`: of the weights; None: float32."""
+    for name in {*(model._keys_to_ignore_on_save or ())} - stored:
+        layer, _, attribute = name.rpartition(".")
+        module = model.get_submodule(layer)
+        if attribute in module._parameters and module._parameters[attribute].is_meta:
+            module.to_empty(device="cpu").to(dtype)
+            model._init_weights(module)

@@ -125,13 +125,16 @@ def check_shape(folder: Path, name: str, t: Tensor, held: Tensor) -> None:
         )
 
 
-def place_buffers(model: nn.Module, folder: Path, device: torch.device) -> None:
-    """Move the buffers that no checkpoint holds, such as frequencies of rotary embeddings. Raises FormatError for
-    tensors that are left on meta."""
+def place_computed(model: nn.Module, folder: Path, device: torch.device) -> None:
+    """Move what no checkpoint holds, such as frequencies of rotary embeddings. Raises FormatError for tensors that are
+    left on meta."""
     for module in model.modules():
         for attribute, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[attribute] = buffer.to(device)
+        for parameter in module._parameters.values():
+            if type(parameter) is nn.Parameter and not parameter.is_meta:
+                parameter.data = parameter.data.to(device)
     on_meta = [n for n, t in [*model.named_parameters(), *model.named_buffers()] if t.is_meta]
     if on_meta:
         raise FormatError(f"{folder} leaves {', '.join(on_meta[:3])} of the model on meta")
@@ -157,7 +160,7 @@ def _fill(model: nn.Module, given: Folder | GgufFile, device: torch.device) -> N
                 module._buffers[attribute] = t.clone()
     show_frozen(model.modules())
     lay_side_by_side(model)
-    place_buffers(model, folder.path, device)
+    place_computed(model, folder.path, device)
 
 
 def unused_by(model: nn.Module, names: Iterable[str], wanted: Container[str]) -> list[str]:
@@ -165,6 +168,15 @@ def unused_by(model: nn.Module, names: Iterable[str], wanted: Container[str]) ->
     multi-token prediction of DeepSeek-V3. `wanted`: the names that the model has."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [n for n in names if n not in wanted and any(re.search(p, n) for p in ignored)]
+
+
+def _makes(model: nn.Module, name: str, places: Places) -> bool:
+    """True for a tensor that a class of transformers makes by itself where a folder lacks it."""
+    module, attribute = places[0]
+    saved = getattr(model, "_keys_to_ignore_on_save", None) or ()
+    ignored = getattr(model, "_keys_to_ignore_on_load_missing", None) or ()
+    makes = name in saved or any(re.search(pattern, name) for pattern in ignored)
+    return makes and not getattr(module, attribute).is_meta
 
 
 def renamed_by(model: nn.Module) -> Renamed:
@@ -246,7 +258,9 @@ def _check_names(
     missing = sorted(
         name
         for name, places in owners.items()
-        if id(places) not in filled and not all(id(place[0]) in also for place in places)
+        if id(places) not in filled
+        and not all(id(place[0]) in also for place in places)
+        and not _makes(model, name, places)
     )
     for what, names in (("holds", unknown), ("lacks", missing)):
         if names:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowbit.formats import building
 from lowbit.formats.base import FormatError
 from lowbit.formats.gguf.file import GgufFile
-from lowbit.formats.reading import check_shape, matched, opened, place_buffers
+from lowbit.formats.reading import check_shape, matched, opened, place_computed
 from lowbit.tensor.core.base import LowbitTensor
 
 
@@ -62,7 +62,7 @@ class StreamedModel:
                 empty = self._empty(name, tuple(held.shape))
                 trains = held.requires_grad and empty.is_floating_point()
                 self._put(name, nn.Parameter(empty, requires_grad=trains))
-        place_buffers(self.model, folder.path, self.device)
+        place_computed(self.model, folder.path, self.device)
 
     def names(self) -> list[str]:
         """The names of all tensors in the model; a tied one has one name."""
