@@ -1,7 +1,8 @@
 """Groups of a weight that become 0 because no smaller scale can be stored.
 
 A float16 scale is at least 2^-24, and a group of values below half of it becomes 0. K-quants have scales d · s with d
-in float16, NVFP4 has e4m3 over a global scale. Powers of two, bfloat16 and float32 start at 2^-126.
+in float16, NVFP4 has e4m3 over a global scale. Powers of two, bfloat16 and float32 start at 2^-126. Scales in "double"
+(NF4 with double quantization) are steps around their mean, so one near 0 is stored as one that is too large, or below 0.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.affine import absmax_of_blocks, smallest_scale
-from lowbit.numerics.scale_format import E4M3
+from lowbit.numerics.scale_format import E4M3, Double
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
@@ -45,9 +46,12 @@ def underflow(weight: Tensor, made: Tensor) -> str | None:
     if not (count := int(lost.sum())):
         return None
     scale = made.scale_values().abs()
+    reason = f"start at {scale[rows][lost].min():.1e}: take a wider scale_dtype"
+    if isinstance(spec.scales, Double):
+        apart = Double.widest_steps(made.inner_tensors())[rows][lost].max()
+        reason = f"are up to {apart:.1e} apart: take double_quantization=False"
     return (
-        f"{count} of {scale.numel()} groups became 0, since scales in {dtype} start at {scale[rows][lost].min():.1e}: "
-        "take a wider scale_dtype or another format"
+        f"{count} of {scale.numel()} groups became 0, since scales in {dtype} {reason} or another format"
     )
 
 
@@ -56,6 +60,9 @@ def _at_smallest(weight: AffineTensor) -> tuple[Tensor, str]:
     spec, scale = weight.spec, weight.scale
     if isinstance(spec.scales, E4M3):
         return scale.float() <= E4M3.smallest, spec.scale_format
+    if isinstance(spec.scales, Double):
+        steps = Double.widest_steps(weight.inner_tensors())
+        return weight.scale_values().abs() <= steps, spec.scale_format
     if spec.scales is not None:
         return weight.scale_values() <= smallest_scale(torch.float32), spec.scale_format
     if spec.super_blocks is not None:

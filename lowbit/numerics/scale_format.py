@@ -287,6 +287,14 @@ class Double(ScaleFormat):
         return spread.flatten(-2) + offset
 
 
+    @staticmethod
+    def widest_steps(parts: ScaleParts) -> Tensor:
+        """For each scale the largest distance of two neighbours among the numbers that its block offers."""
+        values = sorted(DYNAMIC8.values)
+        widest = max(b - a for a, b in zip(values, values[1:], strict=False))
+        return _spread(parts["scale_absmax"], parts["scale"]) * widest
+
+
 def absmax_of_rows(flat: Tensor, rows: int, groups: int) -> Tensor:
     """`scale_absmax` [..., N, A] of N rows with G groups each, from one absmax for each 256 scales of the matrix
     [..., ⌈N · G / 256⌉], as bitsandbytes stores them."""

@@ -27,6 +27,7 @@ SCHEMES = {
     "int1": lb.IntxWeightOnly(1, 32, "half_integer", scale_dtype=F16),
     "int2": lb.IntxWeightOnly(2, 32, "float_zero_point", scale_dtype=F16),
     "nvfp4": lb.NVFP4WeightOnly(),
+    "double": lb.NF4WeightOnly(double_quantization=True),
     "mxfp4": lb.MXFP4WeightOnly(),
     "mxfp8": lb.MXFP8WeightOnly(),
     "bfloat16": lb.IntxWeightOnly(4, 32, scale_dtype=torch.bfloat16),
@@ -50,7 +51,8 @@ def linear(inputs: int = 300, tiny: float = 1e-12) -> nn.Sequential:
 
 
 def counted(note: str) -> tuple[int, int]:
-    found = re.search(r"; (\d+) of (\d+) groups became 0, since scales in (\w+) start at", note)
+    reason = r"scales in (\w+) (start at|are up to \S+ apart)"
+    found = re.search(rf"; (\d+) of (\d+) groups became 0, since {reason}", note)
     assert found is not None, note
     return int(found[1]), int(found[2])
 
@@ -83,6 +85,20 @@ def test_nothing_is_said_where_scales_represent_all(name: str) -> None:
     model = linear(512 if name[0] == "Q" else 300, 1.0)
     (entry,) = lb.quantize_(model, SCHEMES[name]).entries
     assert "became 0" not in entry.note
+
+
+@pytest.mark.parametrize("tiny", [1e-12, 1e-4, 1e-3])
+@pytest.mark.parametrize("few", [3, 30])
+def test_tiny_groups_among_scales_around_their_mean(few: int, tiny: float) -> None:
+    """Double quantization stores a scale near 0 as one that is too large, or as one below 0."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(512, 37, bias=False))
+    model[0].weight.data[:few] *= tiny
+    before = model[0].weight.detach().clone()
+    (entry,) = lb.quantize_(model, SCHEMES["double"]).entries
+    lost = became_zero(before, model[0].weight.dequantize(), 64)
+    assert (lost > 0) is (tiny < 1e-3)
+    assert counted(entry.note) == (lost, 37 * 8) if lost else "became 0" not in entry.note
 
 
 def test_weights_are_read_only_where_a_scale_is_at_its_smallest() -> None:
