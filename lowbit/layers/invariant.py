@@ -94,7 +94,7 @@ class Linear(StandIn):
 def _frozen_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     """x [..., K] times a frozen int8 weight [N, K] transposed, plus bias [N]: [..., N] in x's dtype."""
     with torch._C.DisableTorchFunctionSubclass():
-        check_linear(x, weight)
+        check_linear(x, weight, bias)
         x, bias = autocast_inputs(x, weight, bias)
         needs = x.requires_grad or (bias is not None and bias.requires_grad)
         if needs and torch.is_grad_enabled():

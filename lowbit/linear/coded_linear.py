@@ -153,7 +153,7 @@ def coded_linear(
         product: of `product_of`.
         static: a module that rounds its input by a static scale (`lowbit.layers.static_input`).
     """
-    check_linear(x, weight)
+    check_linear(x, weight, bias)
     (n, k), m = weight.shape, math.prod(x.shape[:-1])
     gradients: MixedPrecision | None = weight.gradients
     why: str | None = tracer.ROUNDED

@@ -85,7 +85,7 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
     with _PlainAttributes():
         x, bias, arguments, how = remembered(x, weight, bias)
         if how is None:
-            check_linear(x, weight)
+            check_linear(x, weight, bias)
             x, bias = autocast_inputs(x, weight, bias)
             n, k = weight.shape
             # Size.numel() would make a symbol of torch.compile a number.

@@ -79,7 +79,7 @@ def _decide(
 ) -> tuple[Tensor, Tensor | None, LowBitOperands | type[DequantizedOperands] | None]:
     """Check the operands, cast them as autocast does, and choose the operands of the product: `DequantizedOperands`
     itself, which are made for each, or None for a product in high precision that torch differentiates."""
-    check_linear(x, weight)
+    check_linear(x, weight, bias)
     x, bias = autocast_inputs(x, weight, bias)
     scheme, bits = weight.scheme, getattr(weight, "code_bits", None)
     n, k = weight.shape

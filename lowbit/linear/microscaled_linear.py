@@ -40,7 +40,7 @@ def microscaled_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
     `LowbitProducts.plain_because` has a reason. Raises ValueError in float64 where it has none.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        check_linear(x, weight)
+        check_linear(x, weight, bias)
         x, bias = autocast_inputs(x, weight, bias)
         scheme, (n, k) = weight.scheme, weight.shape
         m = math.prod(x.shape[:-1])

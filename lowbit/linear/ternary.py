@@ -124,7 +124,7 @@ def bitnet_linear(
     """
     # Each attribute of the weight, such as its shape, would pass through `__torch_function__`, in Python.
     with torch._C.DisableTorchFunctionSubclass():
-        check_linear(x, weight)
+        check_linear(x, weight, bias)
         n, k = weight.shape
         x, bias = autocast_inputs(x, weight, bias)
     m = math.prod(x.shape[:-1])  # Size.numel() would make a symbol of torch.compile a number

@@ -56,6 +56,25 @@ def test_a_weight_of_another_shape_is_refused(scheme, assign):
             model.weight.over(torch.zeros(1, 64))
 
 
+@pytest.mark.parametrize("leading", [(3,), (2, 3)], ids=["2d", "3d"])
+@pytest.mark.parametrize("scheme", [*SCHEMES.values(), Int8Weight(), Int4Weight(), BitNet(), None])
+def test_a_bias_of_another_shape_is_refused(scheme, leading):
+    """Also one that PyTorch would broadcast; its gradient would have the shape of another one. A weight that knows the
+    product refuses it as well. None: a weight under QAT."""
+    model = nn.Sequential(nn.Linear(128, 64, bias=False))
+    if scheme is None:
+        lowbit.qat.prepare_(model, lowbit.Int4WeightOnly(32))
+    else:
+        train.prepare_(model, scheme, lambda module, name: True)
+    weight, x = model[0].weight, torch.randn(*leading, 128)
+    for _ in range(2):
+        y = nn.functional.linear(x, weight, torch.zeros(64))
+        for shape in ((1,), (1, 64), (*leading, 64), (), (3, 1), (3,)):
+            with pytest.raises(ValueError, match=r"takes a bias of shape \(64,\), got"):
+                nn.functional.linear(x, weight, torch.zeros(shape))
+    assert y.shape == (*leading, 64)
+
+
 @pytest.mark.parametrize("capability,fits", [((7, 5), 0), ((8, 6), 1), ((9, 0), 2)])
 def test_weights_on_gpus_without_units_are_refused(monkeypatch, capability, fits):
     monkeypatch.setattr(torch.version, "cuda", "13.0")

@@ -39,9 +39,9 @@ def refuse_transforms(weight: Any) -> None:
         raise weight._unsupported(TRANSFORMS)
 
 
-def check_linear(x: Any, weight: Weight) -> None:
-    """Raise ValueError unless x [..., K] and a weight [N, K] fit and are on one device, and NotImplementedError for an
-    x in low bits and inside of torch.func."""
+def check_linear(x: Any, weight: Weight, bias: Tensor | None) -> None:
+    """Raise ValueError unless x [..., K], a weight [N, K] and a bias [N] fit and are on one device, and
+    NotImplementedError for an x in low bits and inside of torch.func."""
     if weight.ndim != 2:
         raise ValueError(
             f"linear takes a weight [N, K], got {weight!r}; index one expert of a 3-D weight first"
@@ -59,6 +59,7 @@ def check_linear(x: Any, weight: Weight) -> None:
         raise ValueError(
             f"linear of input {tuple(x.shape)} with weight {tuple(weight.shape)}: K differs"
         )
+    check_addend("bias", bias, (weight.shape[0],), x, weight)
     refuse_transforms(weight)
 
 
@@ -141,8 +142,8 @@ def remembered(
     is_autocast = _is_any_autocast_enabled()
     if is_autocast:
         x, bias = autocast_inputs(x, weight, bias)
-    bias_dtype = None if bias is None else bias.dtype
-    arguments = x.shape, x.dtype, x.device, weight.scheme, bias_dtype, is_autocast
+    of_bias = None if bias is None else (bias.shape, bias.dtype)
+    arguments = x.shape, x.dtype, x.device, weight.scheme, of_bias, is_autocast
     return x, bias, arguments, known(weight, x, arguments)
 
 

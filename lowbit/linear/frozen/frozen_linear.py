@@ -96,10 +96,8 @@ def _decide(
     input: Tensor, weight: Weight, bias: Tensor | None, residual: Tensor | None, arguments: Any
 ) -> tuple[Tensor, Tensor | None, Row]:
     """Check the arguments, cast them as autocast does, choose the built-in row, and let the weight remember it."""
-    check_linear(input, weight)
-    n = weight.shape[0]
-    check_addend("bias", bias, (n,), input, weight)
-    check_addend("residual", residual, (*input.shape[:-1], n), input, weight)
+    check_linear(input, weight, bias)
+    check_addend("residual", residual, (*input.shape[:-1], weight.shape[0]), input, weight)
     x, bias = autocast_inputs(input, weight, bias)
     row = built_in.built_in_row(x, weight, bias)
     if arguments is not None:

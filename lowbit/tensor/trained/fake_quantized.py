@@ -20,7 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.linear.coded_linear import CodedWeight, coded_linear, product_of
-from lowbit.linear.frozen.checks import autocast_inputs, in_transform, refuse_transforms
+from lowbit.linear.frozen.checks import (
+    autocast_inputs,
+    check_addend,
+    in_transform,
+    refuse_transforms,
+)
 from lowbit.linear.fused_rounding import fake_quantize
 from lowbit.linear.operands import Values
 from lowbit.linear.rounded_linear import rounded_linear, rounding_of
@@ -380,6 +385,7 @@ class FakeQuantizedTensor(OtherProducts, MasterWeightTensor, codec=CodesBeforeCl
         if is_traced() is not None:
             refuse_trace()
         with torch._C.DisableTorchFunctionSubclass():  # `dtype` and `ndim` pass through it
+            check_addend("bias", bias, (weight.shape[0],), input, weight)
             input, bias = autocast_inputs(input, weight, bias)
             again = in_codes and static is None and values is None and weight.rounds_again
         is_observed = static is not None and static.is_observed
