@@ -392,8 +392,13 @@ def test_models_that_it_does_not_take() -> None:
     with pytest.raises(ValueError, match=r"beyond 12 tokens the angles of all are others"):
         hf.generate(phi3, **inputs)
     conv = transformers.Lfm2Config(**SIZES, layer_types=["conv"])
-    with pytest.raises(ValueError, match=r"layers without attention \(\['conv'\]\)"):
+    with pytest.raises(ValueError, match=r"layers without plain attention \(\['conv'\]\)"):
         hf.generate(transformers.Lfm2ForCausalLM(conv).eval(), **inputs)
+    recurrent = transformers.RecurrentGemmaConfig(**SIZES, lru_width=64)
+    with pytest.raises(
+        ValueError, match=r"layers without plain attention \(\['linear_attention'\]"
+    ):
+        hf.generate(transformers.RecurrentGemmaForCausalLM(recurrent).eval(), **inputs)
     peft = pytest.importorskip("peft")
     for kind in (peft.PromptTuningConfig, peft.PrefixTuningConfig):
         learned = peft.get_peft_model(fresh(), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))

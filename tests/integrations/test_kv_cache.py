@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "attn_implementation": "lowbit",
 }
 FORMATS = {"int8": torch.int8, "float8": torch.float8_e4m3fn, "int4": torch.uint8}
+PARTS = {"layers": 2, "ffn_dim": 96, "attention_heads": 4}
 KINDS = ("llama", "mistral", "gemma2", "gpt-oss")
 """Without and with a sliding window; with a softcap; with sinks."""
 every_kind = pytest.mark.parametrize("kind", KINDS)
@@ -227,6 +228,25 @@ def test_errors() -> None:
         cache.offload(0)
     with pytest.raises(TypeError, match=r"keys of .*got torch.float64"):
         KVCache(model.config, 16).update(*[torch.zeros(1, 2, 1, 16).double()] * 2, 0)
+
+
+def test_an_encoder_decoder_takes_it_for_its_own_attention() -> None:
+    """Given as it is, keys of the encoder would come to it as well, and later tokens would be NaN."""
+    torch.manual_seed(0)
+    sizes = {f"{side}_{part}": n for side in ("encoder", "decoder") for part, n in PARTS.items()}
+    config = transformers.BartConfig(vocab_size=96, d_model=64, **sizes, forced_eos_token_id=None)
+    model = transformers.BartForConditionalGeneration(config).eval()
+    for parameter in model.parameters():
+        if parameter.ndim == 2:
+            parameter.data.mul_(5)
+    tokens = torch.arange(14).view(2, 7) + 3
+    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None}
+    expected = model.generate(tokens, **options)
+    cache = KVCache(config, 16)
+    with pytest.raises(ValueError, match=r"EncoderDecoderCache\(cache, DynamicCache\(\)\)"):
+        model.generate(tokens, past_key_values=cache, **options)
+    both = transformers.EncoderDecoderCache(KVCache(config, 16), transformers.DynamicCache())
+    assert torch.equal(model.generate(tokens, past_key_values=both, **options), expected)
 
 
 @pytest.mark.parametrize("helper", ["prompt_lookup_num_tokens", "assistant_model"])

@@ -82,6 +82,28 @@ class KVCache(StaticCache):
             dtypes = FORMATS[keys], FORMATS[values]
             layers = cast("list[Any]", vars(self)["layers"])
             layers[:] = (_quantized(layer, text, max_cache_len, *dtypes) for layer in layers)
+        has_cross_attention = getattr(text, "is_encoder_decoder", False) and len(layers) > 1
+        self._latest = -1 if has_cross_attention else None
+        """For an encoder-decoder the layer that was updated last: two updates in a row are those of both attentions."""
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Any, Any]:
+        """Write the new keys and values [batch, heads, tokens, width] of a layer, and return what its attention reads.
+
+        Raises ValueError for an encoder-decoder that got the cache as it is, for both of its attentions.
+        """
+        if self._latest is not None:
+            if layer_idx == self._latest:
+                raise ValueError(
+                    "KVCache holds the keys and values of a decoder's own attention, and this model writes those of "
+                    "its encoder to it too; pass transformers' EncoderDecoderCache(cache, DynamicCache())"
+                )
+            self._latest = layer_idx
+        found: tuple[Any, Any] = super().update(
+            key_states, value_states, layer_idx, *args, **kwargs
+        )
+        return found
 
 
 def _quantized(

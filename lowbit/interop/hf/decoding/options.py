@@ -19,6 +19,8 @@ OWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits
 """Arguments of a model's forward that transformers makes for every call."""
 STATIC = ("static", "hybrid", "sliding_window")
 """Names of caches whose place the own one takes."""
+KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+"""Kinds of layers whose only state is their keys and values."""
 OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden_states")
 
 
@@ -54,7 +56,9 @@ def read(model: Any, call: Prepared) -> Options:
     _check_model(model)
     for name, value in call.model_kwargs.items():
         if name not in OWN and value is not None and value is not False:
-            raise refused(name, "it takes input_ids and attention_mask")
+            # transformers encodes images and sounds before it calls a loop
+            kind = "images, videos and sounds" if name == "mm_encoder_outputs" else name
+            raise refused(kind, "it takes input_ids and attention_mask")
     longest, ends = _limits(call.stops)
     pad = config._pad_token_tensor
     pad_id = 0 if pad is None else int(pad)
@@ -105,8 +109,8 @@ def _check_model(model: Any) -> None:
     if not model._supports_attention_backend:
         raise refused(type(model).__name__, "its attention is its own")
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
-    if others := sorted({kind for kind in kinds if "attention" not in kind}):
-        raise refused(type(model).__name__, f"it has layers without attention ({others})")
+    if others := sorted({*kinds} - {*KINDS}):
+        raise refused(type(model).__name__, f"it has layers without plain attention ({others})")
     prepares = model.prepare_inputs_for_generation
     maker = getattr(prepares, "__module__", None) or ""
     if not maker.startswith("transformers."):  # such as PEFT's for prompts that are learned
