@@ -2,7 +2,7 @@
 
 A float16 scale is at least 2^-24, and a group of values below half of it becomes 0. K-quants have scales d · s with d
 in float16, NVFP4 has e4m3 over a global scale. Powers of two, bfloat16 and float32 start at 2^-126. Scales in "double"
-(NF4 with double quantization) are steps around their mean, so one near 0 is stored as one that is too large, or below 0.
+(NF4 with double quantization) are steps around their mean, so one near 0 is stored too large, or below 0.
 """
 
 from __future__ import annotations
@@ -50,9 +50,7 @@ def underflow(weight: Tensor, made: Tensor) -> str | None:
     if isinstance(spec.scales, Double):
         apart = Double.widest_steps(made.inner_tensors())[rows][lost].max()
         reason = f"are up to {apart:.1e} apart: take double_quantization=False"
-    return (
-        f"{count} of {scale.numel()} groups became 0, since scales in {dtype} {reason} or another format"
-    )
+    return f"{count} of {scale.numel()} groups became 0, since scales in {dtype} {reason} or another format"
 
 
 def _at_smallest(weight: AffineTensor) -> tuple[Tensor, str]:

@@ -7,6 +7,7 @@ has made more parameters than the folder can fill.
 
 from __future__ import annotations
 
+import importlib
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -105,40 +106,58 @@ def built(folder: Folder | GgufFile) -> nn.Module:
 
     Raises FormatError if config.json names no architecture, or transformers lacks or cannot build it.
     """
-    names = folder.config.get("architectures")
+    model = skeleton(folder.config, len(folder.names()), f"{folder.path}")
+    _compute(model, {*folder.names()}, getattr(folder, "dtype", None))
+    if (folder.path / "generation_config.json").is_file():
+        transformers: Any = importlib.import_module("transformers")
+        try:
+            model.generation_config = transformers.GenerationConfig.from_pretrained(folder.path)
+        except Exception as error:  # wrong fields may raise any error
+            raise FormatError(
+                f"{folder.path}: transformers does not read generation_config.json ({brief(error)})"
+            ) from error
+    return model
+
+
+def skeleton(settings: Mapping[str, Any], count: int, path: str) -> nn.Module:
+    """The model of transformers that a config.json names, without values.
+
+    Args:
+        settings: config.json.
+        count: of the tensors that the model gets.
+        path: of the folder, for messages.
+
+    Raises FormatError as `built` does.
+    """
+    names = settings.get("architectures")
     if not isinstance(names, list) or not names:
         raise FormatError(
-            f"{folder.path}: config.json names no architecture of transformers, which would build the model; in Python "
+            f"{path}: config.json names no architecture of transformers, which would build the model; in Python "
             "give the module to fill, model="
         )
-    count = len(folder.names())
-    with damage_of(f"{folder.path}"):
-        check_config(folder.config, count)
+    with damage_of(path):
+        check_config(settings, count)
     transformers = optional.imported(
         "transformers",
-        f"{folder.path} is a {names[0]}: give the module to fill, model=, or install what it needs,",
+        f"{path} is a {names[0]}: give the module to fill, model=, or install what it needs,",
         "hf",
         FormatError,
     )
     kind = getattr(transformers, str(names[0]), None)
     if not isinstance(kind, type) or not issubclass(kind, transformers.PreTrainedModel):
         raise FormatError(
-            f"{folder.path}: transformers {transformers.__version__} has no {names[0]:.80}; give model="
+            f"{path}: transformers {transformers.__version__} has no {names[0]:.80}; give model="
         )
     architecture: Any = kind
     try:
-        config = architecture.config_class.from_dict(_with_floats(folder.config))
+        config = architecture.config_class.from_dict(_with_floats(settings))
         with EmptyOnMeta(2 * count + SPARE):
             model: nn.Module = architecture(config)
-        _compute(model, {*folder.names()}, getattr(folder, "dtype", None))
-        if (folder.path / "generation_config.json").is_file():
-            made = transformers.GenerationConfig.from_pretrained(folder.path)
-            model.generation_config = made
     except FormatError as error:
-        raise FormatError(f"{folder.path}: {error}, for {count} tensors in the folder") from error
+        raise FormatError(f"{path}: {error}, for {count} tensors in the folder") from error
     except Exception as error:  # wrong fields may raise any error
         raise FormatError(
-            f"{folder.path}: transformers cannot build the {names[0]} of config.json ({brief(error)}); give model="
+            f"{path}: transformers cannot build the {names[0]} of config.json ({brief(error)}); give model="
         ) from error
     return model
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from lowbit.convert import Choice, Owner, stacked
-from lowbit.formats.layer_names import why_left_alone
+from lowbit.formats.layer_names import is_head, why_left_alone
 from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS
 
 
@@ -23,7 +23,8 @@ class FolderChoice(Choice):
     def __init__(self, model: Any, experts: bool) -> None:
         super().__init__(model)
         self.experts = experts
-        heads = getattr(model, "get_output_embeddings", None)  # models of diffusers have no head
+        heads = getattr(model, "get_output_embeddings", None)
+        self.has_heads = heads is not None  # models of diffusers have none
         self.head = None if heads is None else heads()
 
     def why_left(self, owner: Owner, layer: str, pattern: str | None) -> str | None:
@@ -33,6 +34,7 @@ class FolderChoice(Choice):
         if isinstance(module, CONVOLUTIONS):
             return "a convolution: lowbit.quantize_ converts it, after the load"
         is_embedding = isinstance(module, nn.Embedding)
-        if attribute == "weight" and (is_embedding or module is self.head):
-            return why_left_alone(layer, pattern, embedding=is_embedding, head=module is self.head)
+        computes_logits = module is self.head or (self.has_heads and is_head(layer))
+        if attribute == "weight" and (is_embedding or computes_logits):
+            return why_left_alone(layer, pattern, embedding=is_embedding, head=computes_logits)
         return super().why_left(owner, layer, pattern)

@@ -7,14 +7,25 @@ such as "*.mlp.gate", takes the router. "model.layers.*" does not: errors of a r
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from fnmatch import fnmatchcase
 from typing import Any
 
 from lowbit.convert import NAMED, names_outright, patterns
 
-_EMBEDDINGS = {"wte", "wpe", "shared", "word_embeddings", "position_embeddings"}
-_HEADS = {"lm_head", "embed_out", "output", "score", "classifier"}
+_EMBEDDINGS = {"wte", "wpe", "shared", "relative_attention_bias", "codebook", "pe_k"}
+_EMBEDDINGS |= {"query_feat", "queries_features"}
+"""Names of tables without the word "embed"; others end like these:"""
+_ENDS_OF_EMBEDDINGS = ("_emb", "_token", "_tokens")
+_LINEARS_OF_EMBEDDINGS = ("project", "proj_layer", "mapping", "transformation", "dense")
+"""Parts of the names of linears behind an embedding, such as the `embedding_hidden_mapping_in` of ALBERT."""
+_HEADS = {
+    *("lm_head", "embed_out", "output", "score", "classifier", "lm_loss", "vocab_projector"),
+    *("generator_lm_head", "output_projection"),
+}
+_OUTERMOST_HEADS = {"head", "decoder"}
+_NESTED_HEADS = ("predictions.decoder", "lm_head.decoder", "lm_head.out_proj", "pred_layer.proj")
+"""The ends of the names of heads in a module of their own: BERT's, RoBERTa's, T5Gemma's, XLM's."""
 _CACHED = {f"{which}_{part}" for which in "qkv" for part in ("scale", "zero_point", "global_scale")}
 _CACHED |= {"kv_scale", "prob_scale"}
 
@@ -23,9 +34,11 @@ TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
 
 
 def is_embedding(layer: str) -> bool:
-    """True if a module of this name is an embedding in published models."""
-    last = layer.rpartition(".")[2]
-    return ("embed" in last and last != "embed_out") or last in _EMBEDDINGS
+    """True if a module of this name is an embedding in published models, also one of a list of them."""
+    last = layer.rstrip(".0123456789").rpartition(".")[2].lower()
+    if "embed" in last and last != "embed_out":
+        return not any(part in last for part in _LINEARS_OF_EMBEDDINGS)
+    return last in _EMBEDDINGS or last.endswith(_ENDS_OF_EMBEDDINGS)
 
 
 def is_cache_scale(name: str) -> bool:
@@ -38,7 +51,34 @@ def is_cache_scale(name: str) -> bool:
 
 def is_head(layer: str) -> bool:
     """True if the layer computes the logits."""
-    return layer.rpartition(".")[2] in _HEADS and layer.count(".") <= 1
+    is_outer = layer.rpartition(".")[2] in _HEADS and layer.count(".") <= 1
+    return is_outer or layer in _OUTERMOST_HEADS or _is_nested_head(layer)
+
+
+def _is_nested_head(layer: str) -> bool:
+    return any(f".{layer}".endswith(f".{head}") for head in _NESTED_HEADS)
+
+
+def heads_without_weights(config: Mapping[str, Any], names: Iterable[str]) -> set[str]:
+    """Names that the head of a model may have whose folder lacks its weight, which is tied to an embedding: "lm_head",
+    what the tensors beside a head show, and what encoder-decoders have.
+
+    Args:
+        config: config.json.
+        names: of the tensors.
+    """
+    found = {"lm_head"}
+    if config.get("is_encoder_decoder"):
+        found |= {"proj_out", "lm_head.out_proj", "decoder.lm_head", "decoder.output_projection"}
+    if config.get("model_type") in ("biogpt", "trocr"):
+        found.add("output_projection")
+    for layer in {name.rpartition(".")[0] for name in names}:
+        if is_head(layer):
+            found.add(layer)
+        path = layer.split(".")
+        parents = (".".join(path[:end]) for end in range(1, len(path)))
+        found |= {f"{p}.decoder" for p in parents if _is_nested_head(f"{p}.decoder")}
+    return found
 
 
 def is_listed(layer: str, entries: Any) -> bool:

@@ -29,10 +29,15 @@ from lowbit.convert import (
     unused,
 )
 from lowbit.convert.siblings import families
-from lowbit.formats.base import Format, FormatError, layer_of
+from lowbit.formats.base import Format, FormatError, layer_of, weight_of
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
-from lowbit.formats.layer_names import TRANSPOSED, is_embedding, why_left_alone
+from lowbit.formats.layer_names import (
+    TRANSPOSED,
+    heads_without_weights,
+    is_embedding,
+    why_left_alone,
+)
 from lowbit.formats.sources import Item
 from lowbit.formats.tied import is_tied
 from lowbit.numerics.snr import snr
@@ -97,7 +102,8 @@ class Quantizing:
         }
         used = {pattern for choice in self._plan.values() for pattern in choice.patterns}
         known = [name for own in names.values() for name in own]
-        known += ["lm_head.weight"] if is_tied(folder.config) else []
+        if is_tied(folder.config):
+            known += map(weight_of, heads_without_weights(folder.config, names))
         left = {first_match(patterns, layer_of(name), name) for name in known}
         if idle := unused(patterns, used, left.__contains__):
             some = [name for name, shape in shapes.items() if len(shape) > 1][:3]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import warnings
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Collection, Container, Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -202,6 +202,23 @@ def renamed_by(model: nn.Module) -> Renamed:
         return [name, joined_name(prefix, name)] if prefix else [name]
 
     return renamed
+
+
+def names_in_model(config: Mapping[str, Any], names: Collection[str]) -> dict[str, str]:
+    """For the names of a folder's weights those in the model that transformers makes of it, where they differ, as
+    `vision_tower.…` of LLaVA does. Empty where transformers is not installed or cannot build the model.
+
+    Args:
+        config: config.json.
+        names: of linears, `….weight`.
+    """
+    try:
+        model = building.skeleton(config, len(names), "the folder")
+    except (FormatError, ImportError):
+        return {}
+    renamed, own = renamed_by(model), {name for name, _ in model.named_parameters()}
+    found = {n: next((o for o in renamed(n) if o in own), n) for n in names if n not in own}
+    return {name: other for name, other in found.items() if other != name}
 
 
 Places = list[tuple[nn.Module, str]]

@@ -154,7 +154,9 @@ class TorchAo(Format):
     def metadata(
         self, weights: Mapping[str, LowbitTensor], plain: Collection[str]
     ) -> dict[str, str]:
-        found = {"format": "pt", _NAMED: json.dumps([*weights, *plain])}
+        # Its reader splits each name at a dot, so a plain `final_logits_bias` of BART is not listed.
+        named = [*weights, *(name for name in plain if "." in name)]
+        found = {"format": "pt", _NAMED: json.dumps(named)}
         found |= dict.fromkeys(plain, json.dumps({"_type": "Tensor"}))
         for name, weight in weights.items():
             attributes = _described(weight)

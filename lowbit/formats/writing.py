@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Schemes, check_schemes, underflow
-from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of
+from lowbit.formats.base import Format, FormatError, Parts, ScalesError, layer_of, weight_of
 from lowbit.formats.experts import gathered, published
 from lowbit.formats.folder import Folder, is_of_diffusers, read_json
 from lowbit.formats.format_file import check_free_file, format_file
@@ -22,13 +22,14 @@ from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.gguf.mixes import gguf_mix
 from lowbit.formats.heap import Trimmed
+from lowbit.formats.layer_names import heads_without_weights
 from lowbit.formats.like import MOST_REFUSED, Likeness, write_like
 from lowbit.formats.merged import MergedLayers, Ready
 from lowbit.formats.module import ModelSource, config_of, refuse_adapters
 from lowbit.formats.programs.base import ProgramFormat
 from lowbit.formats.programs.exporting import export_program
 from lowbit.formats.quantizing import Quantizing
-from lowbit.formats.reading import opened
+from lowbit.formats.reading import names_in_model, opened
 from lowbit.formats.registry import target as target_of
 from lowbit.formats.report import ExportReport
 from lowbit.formats.scheme_grid import grid
@@ -174,14 +175,38 @@ def write_folder(
         weights, plain = _write_all(source, shards, target, lossy, report)
         shards.finish()
         report.nbytes = shards.nbytes
-        plain |= source.linears() - {layer_of(name) for name in weights}
-        if weights:
-            plain |= {"lm_head"} - {layer_of(name) for name in weights}
         report.notes += target.notes(weights)
-        config = {**source.config, "quantization_config": target.config(weights, plain)}
-        write_json(folder / "config.json", config)
+        settings = _settings(source, target, weights, plain)
+        write_json(folder / "config.json", {**source.config, "quantization_config": settings})
         source.copy_files(folder)
         _check_readable(folder, target, weights.keys())
+
+
+def _settings(
+    source: Source, target: Format, weights: dict[str, LowbitTensor], plain: set[str]
+) -> dict[str, Any]:
+    """The "quantization_config" of a folder.
+
+    Args:
+        source: the model.
+        target: the format.
+        weights: what is stored in low bits, by its name in the folder.
+        plain: layers whose weight is stored plain.
+    """
+    layers = {layer_of(name) for name in weights}
+    linears = source.linears()
+    plain = plain | (linears - layers)
+    heads = heads_without_weights(source.config, source.names())
+    # readers look for entries in names, and take all layers inside of an entry for plain ones
+    heads = {head for head in heads if not any(head in layer for layer in layers)}
+    is_uniform = not plain - heads and len({w.stored_format() for w in weights.values()}) <= 1
+    if not (linears or is_uniform or target.name == "lowbit"):
+        # a folder, whose names transformers may change while it reads them
+        names = {*weights, *map(weight_of, plain)}
+        others = names_in_model(source.config, names)
+        plain |= {layer_of(others[n]) for n in map(weight_of, plain) if n in others}
+        weights = weights | {others[n]: w for n, w in weights.items() if n in others}
+    return target.config(weights, plain | heads)
 
 
 def check_writing(

@@ -30,6 +30,7 @@ global scale and offset. All arithmetic is float32. Float8 takes "float" and "e8
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
@@ -286,12 +287,11 @@ class Double(ScaleFormat):
         spread = values.unflatten(-1, (copies, -1)) * of_block.unsqueeze(-1)
         return spread.flatten(-2) + offset
 
-
     @staticmethod
     def widest_steps(parts: ScaleParts) -> Tensor:
         """For each scale the largest distance of two neighbours among the numbers that its block offers."""
         values = sorted(DYNAMIC8.values)
-        widest = max(b - a for a, b in zip(values, values[1:], strict=False))
+        widest = max(b - a for a, b in itertools.pairwise(values))
         return _spread(parts["scale_absmax"], parts["scale"]) * widest
 
 

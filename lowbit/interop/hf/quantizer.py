@@ -29,6 +29,7 @@ from lowbit.formats.base import Format, FormatError
 from lowbit.formats.folder import open_shard
 from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.module import ModelSource
+from lowbit.formats.reading import renamed_by
 from lowbit.formats.registry import by_name
 from lowbit.inference import calibrate
 from lowbit.interop.hf import experts as experts  # registers what stock experts need
@@ -73,6 +74,8 @@ class LowbitQuantizer(HfQuantizer):
         """The conversions that gave the weights the names of the model. A plain model reverts them when it is saved."""
         self._waiting: dict[tuple[str, ...], _Siblings] = {}
         """Weights that wait for their siblings, by the names of all of them."""
+        self._published: dict[str, str] | None = None
+        """The name in the folder of each weight that has another one in the model; None until one is asked for."""
         self._whole: Any = None
         """The handle of the hook `_whole`, until the weights are on their devices."""
 
@@ -161,10 +164,19 @@ class LowbitQuantizer(HfQuantizer):
         return param.element_size() if size is None else size / max(1, param.numel())
 
     def stored_name(self, model: Any, name: str) -> str | None:
-        """The name in the folder of a weight of `model`, which may be the base model of the saved one."""
+        """The name in the folder of a weight of `model`, which may be the base model of the saved one.
+
+        A folder that was made of a published one has its names. transformers renames some of them while it reads.
+        """
         base = f"{model.base_model_prefix}."
         known = self._stored.get("tensors", {})
-        return next((n for n in (name, base + name, name.removeprefix(base)) if n in known), None)
+        for own in (name, base + name, name.removeprefix(base)):
+            if own in known:
+                return own
+        if self._published is None:
+            others = renamed_by(model)
+            self._published = {other: stored for stored in known for other in others(stored)}
+        return self._published.get(name)
 
     def quantized(
         self, name: str, value: Tensor, scales: str | None = None, joint: Tensor | None = None
