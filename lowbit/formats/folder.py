@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -41,6 +42,7 @@ MOST_MAPPED = 2**27
 """Bytes of tensors that one mapping of a file gives."""
 MOST_AHEAD = 2**25
 """Bytes of tensors that are compared with their digests together."""
+_NUMBERED = re.compile(r"(.*-)(\d+)-of-(\d+)(\..*)")
 _WAY_OUT = "copy the folder anew from where it came from"
 _MOST_JSON, _MOST_LEVELS = 2**28, 100
 """Bytes and levels of a file of JSON."""
@@ -98,6 +100,19 @@ def _is_file(path: Path) -> bool:
         return path.is_file()
     except (OSError, ValueError):  # a name that is too long, or that no file can have
         return False
+
+
+def _check_numbers(path: Path, files: Collection[str]) -> None:
+    """Raise FormatError unless all shards are among `files`, whose names count them: "model-00001-of-00002"."""
+    held = {*files}
+    for name in files:
+        if found := _NUMBERED.fullmatch(name):
+            before, number, count, after = found.groups()
+            names = (
+                f"{before}{i:0{len(number)}}-of-{count}{after}" for i in range(1, int(count) + 1)
+            )
+            if lost := next((one for one in names if one not in held), None):
+                raise FormatError(f"{path} lacks the shard {lost:.100}: copy it from its source")
 
 
 def open_shard(path: str | os.PathLike[str]) -> TensorFile:
@@ -225,6 +240,7 @@ class Folder:
             listed = None
             whole = (self.path / single).is_file()
             files = [single] if whole else sorted(p.name for p in self.path.glob("*.safetensors"))
+            _check_numbers(self.path, files)
         if not files:
             others = sorted(p.name for p in self.path.iterdir() if p.suffix in WEIGHT_SUFFIXES)
             hint = f"; convert {others[0]} to safetensors first" if others else ""
@@ -482,7 +498,8 @@ class Folder:
 def copy_beside_weights(source: Path, folder: Path) -> None:
     """Copy all files except weights, indices, settings of weights and hidden files. Folders stay behind too."""
     for path in sorted(source.iterdir()):
-        is_of_weights = path.suffix in WEIGHT_SUFFIXES or path.name.endswith(".index.json")
+        is_index = ".index." in path.name and path.suffix == ".json"  # also ".index.fp16.json"
+        is_of_weights = path.suffix in WEIGHT_SUFFIXES or is_index
         skips = is_of_weights or path.name in _SETTINGS_OF_WEIGHTS or path.name[0] == "."
         if path.is_file() and not skips:
             shutil.copyfile(path, folder / path.name)

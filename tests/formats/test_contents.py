@@ -290,6 +290,18 @@ def test_a_tensor_in_two_shards_without_an_index_is_refused(tmp_path: Path) -> N
         lowbit.load_pretrained(folder, build())
 
 
+def test_the_index_of_a_variant_does_not_come_along(tmp_path: Path) -> None:
+    """`save_pretrained(variant="fp16")` writes one; its shards have other names than the new ones."""
+    folder = plain_folder(tmp_path / "model", build())
+    index = folder / "model.safetensors.index.json"
+    index.rename(folder / "model.safetensors.index.fp16.json")
+    for shard in sorted(folder.glob("*.safetensors")):
+        shard.rename(folder / shard.name.replace("model-", "model.fp16-"))
+    lowbit.export(folder, tmp_path / "out", "lowbit", scheme=lowbit.Int8WeightOnly())
+    names = {path.name for path in (tmp_path / "out").iterdir()}
+    assert names == {"config.json", "model.safetensors", "tokenizer.json"}
+
+
 def test_shards_of_two_models_are_refused(tmp_path: Path) -> None:
     """transformers reads model.safetensors, and others what the index names."""
     folder = plain_folder(tmp_path / "model", build())

@@ -71,8 +71,15 @@ def without_scales(folder: Path) -> None:
     (folder / "model.safetensors.index.json").unlink()
 
 
+def without_a_shard_and_the_index(folder: Path) -> None:
+    """The names of the others tell how many there are."""
+    (folder / "model.safetensors.index.json").unlink()
+    sorted(folder.glob("*.safetensors"))[-1].unlink()
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a lost shard": (lambda f: first_shard(f).unlink(), "lacks the shard model-00001"),
+    "a lost shard, no index": (without_a_shard_and_the_index, "lacks the shard model-0000"),
     "a truncated shard": (
         lambda f: os.truncate(first_shard(f), first_shard(f).stat().st_size - 9),
         "truncated, damaged or not a safetensors file",
