@@ -46,7 +46,9 @@ def __getattr__(name: str) -> Any:
         give_out_names()
         if name in globals():
             return globals()[name]
-    raise AttributeError(f"module 'lowbit' has no attribute {name!r}")
+    is_module = name[:1] != "_" and importlib.util.find_spec(f"lowbit.{name}") is not None
+    hint = f": run `import lowbit.{name}` first" if is_module else ""
+    raise AttributeError(f"module 'lowbit' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -61,6 +61,10 @@ found = {
     "missing": [name for name in lowbit.__all__ if name not in dir(lowbit)],
     "optimizer": lowbit.optim.AdamW8bit.__name__,
 }
+try:
+    lowbit.peft
+except AttributeError as error:
+    found["hint"] = str(error)
 loaded = [torch.load(sys.argv[1], weights_only=only) for only in (True, False)]
 found["kinds"] = [[type(t).__name__ for t in some.values()] for some in loaded]
 import torch.distributed.tensor as dt, torch.distributed as dist
@@ -130,6 +134,10 @@ def test_importing_lowbit_registers_all(bare: Any) -> None:
     assert own and own <= {*bare["safe"]}
     assert bare["ops"] == OPS
     assert bare["missing"] == [] and bare["optimizer"] == "AdamW8bit"
+
+
+def test_a_module_that_is_not_imported_is_named(bare: Any) -> None:
+    assert bare["hint"].endswith("no attribute 'peft': run `import lowbit.peft` first")
 
 
 def test_files_load_after_a_bare_import(bare: Any) -> None:
