@@ -12,6 +12,7 @@ from torch import Tensor
 
 import lowbit
 from lowbit import Int4WeightOnly, Int8WeightOnly
+from tests.covering import usually
 
 transformers = pytest.importorskip("transformers")
 TOKENS = torch.arange(14).view(2, 7) + 3
@@ -84,7 +85,7 @@ def outputs(model: Any) -> Tensor:
     return model(**given).logits
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", usually(MODELS, "bert", "electra", "rwkv", "t5", "vit"))
 def test_a_folder_and_a_load_choose_the_same_weights(name: str, tmp_path: Path) -> None:
     """No embedding and no head that computes logits, whatever their names are."""
     from lowbit.hf import LowbitConfig
@@ -107,6 +108,7 @@ def test_a_folder_and_a_load_choose_the_same_weights(name: str, tmp_path: Path) 
     assert 0 < (expected - outputs(model)).norm() < 0.05 * expected.norm()
 
 
+@pytest.mark.cover("values")
 @pytest.mark.parametrize("format", ["compressed-tensors", "bitsandbytes-4bit"])
 @pytest.mark.parametrize("name", sorted(MODELS.keys() - OWN_INITIALISATION))
 def test_transformers_finds_a_tied_head(name: str, format: str, tmp_path: Path) -> None:
