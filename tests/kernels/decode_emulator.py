@@ -15,12 +15,13 @@ FOOTER = """
 static TensorMap described(const uint64 *m) {
     return {(const unsigned char *)m[0], (long)m[2], (long)m[3], (long)m[4], (int)m[1], (int)m[5], (int)m[6], true};
 }
-extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
+extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *scale,
+                                 const uint64 *a) {
     emulation::launch(grid, THREADS, SPLIT, [=] {
-        decode_mm(described(codes), described(x), (const unsigned short *)a[0], (const unsigned char *)a[1],
+        decode_mm(described(codes), described(x), described(scale), (const unsigned short *)a[0], (const unsigned char *)a[1],
                       (const unsigned char *)a[2], (const unsigned char *)a[3], (const unsigned short *)a[4],
                       (const unsigned short *)a[5], (const float *)a[6], (const float *)a[7], (unsigned short *)a[8],
-                      a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17]);
+                      a[9], a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17], a[18]);
     });
 }
 """
@@ -29,23 +30,15 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
 def _kernel(variant: weight_mm_decode_sm90.DecodeVariant, *_: object) -> Callable[..., None]:
     code = weight_mm_decode_sm90.source(variant)
     folder = Path(weight_mm_decode_sm90.__file__).parents[1]
-    ptx, *parts = (
-        (folder / f).read_text()
-        for f in (
-            "runtime/ptx.cuh",
-            "quantize/row_codes.cuh",
-            "weight_only/round_tokens_sm90.cuh",
-            "weight_only/int4_as_int8.cuh",
-            "weight_only/weight_codes_sm90.cuh",
-            "weight_only/weight_mm_decode_sm90.cu",
-        )
-    )
+    files = ("runtime/ptx.cuh", *weight_mm_decode_sm90.PARTS)
+    ptx, *parts = ((folder / file).read_text() for file in files)
     parts = [code[: code.index(ptx)], HEADER.read_text(), *parts, FOOTER]
     compiled = library("\n".join(parts))
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
-        codes, x, *rest = arguments
-        compiled.emulated_product(grid, _words(codes), _words(x), _words(tuple(rest)))  # type: ignore[arg-type]
+        codes, x, scale, *rest = arguments
+        maps = map(_words, (codes, x, scale))
+        compiled.emulated_product(grid, *maps, _words(tuple(rest)))  # type: ignore[arg-type]
 
     return product
 

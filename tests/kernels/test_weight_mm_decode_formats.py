@@ -135,7 +135,10 @@ def test_emulated(format: Format, m: int) -> None:
 @on_cpu
 @pytest.mark.parametrize(
     ("name", "n", "teams", "resident"),
-    [("int4", 56, 1, 2), ("mxfp4", 60, 1, 2), ("nf4", 60, 2, 1), ("int3", 200, 2, 1)],
+    [
+        *(("int4", 56, 1, 2), ("int2", 60, 1, 2), ("int3", 200, 2, 1), ("nf4", 60, 2, 1)),
+        *(("mxfp4", 60, 2, 1), ("nvfp4", 60, 2, 1)),
+    ],
 )
 def test_emulated_one_token_in_teams_and_beside_the_next_launch(
     name: str, n: int, teams: int, resident: int
@@ -143,7 +146,34 @@ def test_emulated_one_token_in_teams_and_beside_the_next_launch(
     product = Product(NAMED[name], 1, n, 4096)
     chosen = planned(product.operands, 2)
     assert chosen is not None and (chosen.teams, chosen.resident) == (teams, resident)
+    assert chosen.looks_up == (product.table == NAMED["mxfp4"].table)
     product.check(product.emulated())
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("name", "k"), [("int4", 2048), ("mxfp4", 1536), ("nvfp4", 1792), ("nf4", 1792)]
+)
+def test_emulated_scales_of_parts(name: str, k: int) -> None:
+    """Blocks copy the scales of their slices alone, which begin between multiples of 16 bytes."""
+    product = Product(NAMED[name], 1, 40, k)
+    chosen = planned(product.operands, 2, splits=(4,))
+    assert chosen is not None and chosen.scale_pitch > 0
+    product.check(product.emulated(split=4))
+
+
+@on_cpu
+def test_emulated_ends_of_the_range_of_nvfp4() -> None:
+    product = Product(NAMED["nvfp4"], 1, 16, 256)
+    for t in product.ends:
+        t.zero_()
+    scale = product.weight["scale"].view(torch.uint8)
+    scale[:8], scale[8:] = 0x7E, 1  # 448 and 2^-9
+    product.check(product.emulated())
+    large, small = product.emulated().double()[0].split(8)
+    exact = product.exact()[0].split(8)
+    for found, wanted in zip((large, small), exact, strict=True):
+        assert (found - wanted).norm() <= 4e-3 * wanted.norm()
 
 
 @on_cpu

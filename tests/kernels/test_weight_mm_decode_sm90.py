@@ -25,9 +25,9 @@ from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
 from lowbit_kernels.weight_only.weight_operands import WeightOperands
 
 _FOLDER = Path(weight_mm_decode_sm90.__file__).parent
-KERNEL, CODES = (
-    (_FOLDER / name).read_text(encoding="utf-8")
-    for name in ("weight_mm_decode_sm90.cu", "weight_codes_sm90.cuh")
+KERNEL = (_FOLDER / "weight_mm_decode_sm90.cu").read_text(encoding="utf-8")
+SOURCE = "\n".join(
+    (_FOLDER.parent / part).read_text(encoding="utf-8") for part in weight_mm_decode_sm90.PARTS
 )
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 VARIANT = DecodeVariant(
@@ -48,7 +48,9 @@ def test_a_layer_takes_nearly_all_multiprocessors(n: int, k: int, bits: int, m: 
     assert chosen.stages >= 2
 
 
-@example(1, 1, 361, 8, 16, 32, 1)  # parts of 31 chunks, whose rows are further apart than a box
+@example(
+    1, 1, 361, 8, 16, 32, 1, False
+)  # parts of 31 chunks, whose rows are further apart than a box
 @given(
     st.integers(1, 16),
     st.integers(1, 40_000),
@@ -57,11 +59,17 @@ def test_a_layer_takes_nearly_all_multiprocessors(n: int, k: int, bits: int, m: 
     st.integers(16, 200),
     st.sampled_from([32, 64, 128, 1 << 20]),
     st.integers(1, 5),
+    st.booleans(),
 )
-def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, element) -> None:
+def test_every_plan_fits_and_covers_all(
+    m, n, k32, bits, processors, group, element, is_e2m1
+) -> None:
     k = 128 * -(-k32 // 4) if bits % 4 else 32 * k32
     groups, vector = -(-k // group), neighbours(bits, 0 if group >= k else group)
-    chosen = plan(m, n, k, bits, processors, scale_bytes=groups * element, vector=vector)
+    is_e2m1 &= bits == 4
+    of_chunk = 128 // group * element if bits < 8 and groups * element % 16 == 0 else 0
+    more = {"scale_box": (of_chunk, 16 * element), "is_e2m1": is_e2m1}
+    chosen = plan(m, n, k, bits, processors, scale_bytes=groups * element, vector=vector, **more)
     if chosen is None:
         assert k > 16_384
         return
@@ -81,6 +89,10 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
         # As the kernel divides them.
         for part, (first, last) in enumerate(itertools.pairwise(parts)):
             assert (last - first) * size <= chosen.pitch <= weight_mm_decode_sm90.BOX_BYTES
+            if chosen.scale_pitch:
+                begins = (start + first) * of_chunk // 16 * 16
+                assert begins + chosen.scale_pitch >= (start + last) * of_chunk
+                assert chosen.scale_pitch // (16 * element) % 2 == 1
             more = part * warps // chosen.parts
             shares = [((last - first) * w + more) // warps for w in range(warps + 1)]
             assert shares[0] == 0 and shares[-1] == last - first
@@ -92,12 +104,15 @@ def test_every_plan_fits_and_covers_all(m, n, k32, bits, processors, group, elem
     rows, pieces = 16 * chosen.height, chosen.height * -(-chosen.tokens // 8)
     rounds = math.ceil(-(-n // rows) / (chosen.grid // chosen.split))
     kept = -(-rounds // chosen.split) * chosen.split * pieces * 512 if chosen.split > 1 else 0
-    stage = -(-rows * (chosen.pitch + groups * element) // 128) * 128
+    scales = chosen.scale_pitch or groups * element
+    stage = -(-rows * (chosen.pitch + scales) // 128) * 128
+    table = 65536 if chosen.looks_up else 0
+    assert is_e2m1 or not table
     slice_ = -(-chunks // chosen.split)
     copied = chosen.resident == 1 and chosen.tokens < 8 and (chosen.tokens == 1 or chosen.parts > 2)
     copy = m * (-(-slice_ * size * 16 // bits // 128) * 128 + 32) if copied else 0
     sums = 2 * warps * pieces * (256 if chosen.tokens == 1 else 512)
-    assert 512 + sums + chosen.stages * stage + 128 + kept + copy <= chosen.shared
+    assert 512 + table + sums + chosen.stages * stage + 128 + kept + copy <= chosen.shared
     if chosen.box > 0:
         assert bits < 8 and chosen.tokens >= 8 and 1 <= chosen.apart <= chosen.stages
         boxes = -(-slice_ // chosen.box)
@@ -212,8 +227,8 @@ def test_source_defines_every_macro_of_the_kernel() -> None:
         for name, value in vars(variant).items():
             written = value if isinstance(value, str) else int(value)
             assert f"#define {name.upper()} {written}\n" in text
-            assert re.search(rf"\b{name.upper()}\b", KERNEL + CODES)
-    head = KERNEL[: KERNEL.index("static constexpr")]
+            assert re.search(rf"\b{name.upper()}\b", SOURCE)
+    head = KERNEL[: KERNEL.index("\nDEVICE")]
     assert all(field.upper() in head for field in vars(VARIANT))
 
 
@@ -226,13 +241,13 @@ def test_source_defines_every_macro_of_the_kernel() -> None:
     ],
 )
 def test_launcher_and_kernel_agree(name: str, value: int) -> None:
-    assert re.search(rf"constexpr int (?:\w+ = [^;]*, )?{name} = {value}\b", KERNEL)
+    assert re.search(rf"constexpr int (?:\w+ = [^;]*, )?{name} = {value}\b", SOURCE)
 
 
 def test_launcher_passes_every_argument() -> None:
     signature = re.search(r"decode_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
     assert signature is not None
-    assert len(signature[1].split(",")) == 20
+    assert len(signature[1].split(",")) == 22
 
 
 # ---- the order of k ------------------------------------------------------------------------------

@@ -24,7 +24,10 @@ static constexpr bool IS_BF16_E4M3 = CODES == E4M3 && X == BF16;
 // offset is subtracted from each code.
 static constexpr bool FOLD = CODES == INT && X == BF16 && UNITS == 1 && SCALING != IN_CODES;
 static constexpr int TABLE_STEP = BITS == 4 ? 256 : 128;  // bytes from pair to pair of a table
-static constexpr int TABLE_BYTES = CODES == TABLE ? TABLE_STEP << 2 * BITS : 0;
+// Whether a product with the scale also makes numbers of the bits that `e2m1_of` moves.
+static constexpr bool IS_MOVED = CODES == E2M1 && SCALING == IN_CODES && SCALE == E4M3;
+static constexpr int TABLE_BYTES = CODES == TABLE || LOOK_UP ? TABLE_STEP << 2 * BITS : 0;
+static_assert(CODES == E2M1 || !LOOK_UP, "");
 #ifdef VALUES
 __constant__ unsigned short NUMBERS[1 << BITS] = {VALUES};
 #endif
@@ -83,6 +86,18 @@ DEVICE void align(uint32 (&pairs)[PAIRS], Word word) {
     }
 }
 
+// The numbers of two codes of E2M1 in the halves of a register, both at bit 0 or 4; `factor`: 0x1040 or 0x104. A product
+// moves the sign and the other bits to those of bf16, which are 2^-126 of the number.
+DEVICE uint32 e2m1_of(uint32 codes, uint32 factor) {
+    const uint32 moved = codes * factor & 0x81c081c0;
+    return IS_MOVED ? moved : multiply_bf16x2(moved, 0x7e807e80);
+}
+
+// The numbers of the two codes of 4 bits in byte `i`, from the table of `write_table`.
+DEVICE uint32 looked_up(const unsigned char *table, uint32 word, int i) {
+    return *(const uint32 *)(table + permute(word, threadIdx.x % 32 * 4, 0x5504 | i << 4));
+}
+
 // A word's codes minus their zero point, in the pairs of `order_x`. `table`: that of `write_table`.
 DEVICE void unpack(uint32 (&pairs)[PAIRS], Word word, int zero_point, const unsigned char *table) {
     if constexpr (CODES == INT) {
@@ -94,12 +109,11 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], Word word, int zero_point, const unsi
             if constexpr (!FOLD) pairs[i] = subtract(pairs[i], offset_of(zero_point, i));
         }
     } else if constexpr (CODES == E2M1) {
-        // A product moves the sign and the other bits of two codes to those of bf16, which are 2^-126 of the number.
 #pragma unroll
         for (int i = 0; i < PAIRS; ++i) {
-            const uint32 own = word.low >> i / 2 * 8;
-            const uint32 moved = i % 2 ? (own & 0x00f000f0) * 0x104 : (own & 0x000f000f) * 0x1040;
-            pairs[i] = multiply_bf16x2(moved & 0x81c081c0, 0x7e807e80);
+            const uint32 own = LOOK_UP ? word.low : word.low >> i / 2 * 8;
+            if (LOOK_UP && i >= 2) pairs[i] = looked_up(table, word.low, 2 * i - 3);
+            else pairs[i] = i % 2 ? e2m1_of(own & 0x00f000f0, 0x104) : e2m1_of(own & 0x000f000f, 0x1040);
         }
     } else if constexpr (CODES == TABLE) {
         constexpr uint32 mask = (1u << 2 * BITS) - 1 << 7;
@@ -107,9 +121,8 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], Word word, int zero_point, const unsi
         for (int i = 0; i < PAIRS; ++i) {
             const int shift = 2 * BITS * i - 7;
             const uint32 moved = shift < 0 ? word.low << -shift : word.low >> (shift < 0 ? 0 : shift);
-            const uint32 at = BITS == 4 ? permute(word.low, threadIdx.x % 32 * 4, 0x5504 | i << 4)
-                                        : masked_or(moved, mask, threadIdx.x % 32 * 4);
-            pairs[i] = *(const uint32 *)(table + at);
+            if constexpr (BITS == 4) pairs[i] = looked_up(table, word.low, i);
+            else pairs[i] = *(const uint32 *)(table + masked_or(moved, mask, threadIdx.x % 32 * 4));
         }
     } else if constexpr (IS_BF16_E4M3) {  // the bits moved to those of bf16 are 2^-120 of the number
         const uint32 own = word.low;
@@ -136,12 +149,15 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], Word word, int zero_point, const unsi
 // Writes the numbers of every two adjacent codes to shared memory, once for each lane, so that lanes that look up
 // different codes read different banks. The first `warps` warps of the block write it.
 DEVICE void write_table(unsigned char *table, int warps) {
-#ifdef VALUES
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 4
-    for (int i = warp; i < 1 << 2 * BITS; i += warps)
-        ((uint32 *)(table + i * TABLE_STEP))[lane] = NUMBERS[i & (1 << BITS) - 1] | (uint32)NUMBERS[i >> BITS] << 16;
+    for (int i = warp; i < 1 << 2 * BITS; i += warps) {
+        uint32 pair = e2m1_of((i & 15) | i >> 4 << 16, 0x1040);
+#ifdef VALUES
+        pair = NUMBERS[i & (1 << BITS) - 1] | (uint32)NUMBERS[i >> BITS] << 16;
 #endif
+        ((uint32 *)(table + i * TABLE_STEP))[lane] = pair;
+    }
 }
 
 // ---- reading --------------------------------------------------------------------------------------------------------
@@ -257,6 +273,13 @@ DEVICE void numbers_at(float (&found)[2], const unsigned char *numbers, int i, b
         found[1] = next_exists ? number_at(numbers, i + (TOKENS == 1)) : 0.0f;
         return;
     }
+    if constexpr (SCALE == E8M0) {  // both at once, as bf16; see number_of
+        const uint32 both = larger_halves(permute(bits[0] | bits[1] << 8, 0, 0x1404) >> 1, 0x00400040);
+        const float low = bits_float(both << 16), high = bits_float(both & 0xffff0000);
+        found[0] = exists ? fma_exactly(low, 0.0f, low) : 0.0f;
+        found[1] = next_exists ? fma_exactly(high, 0.0f, high) : 0.0f;
+        return;
+    }
     found[0] = exists ? number_of(bits[0]) : 0.0f, found[1] = next_exists ? number_of(bits[1]) : 0.0f;
 }
 
@@ -272,8 +295,8 @@ DEVICE void collect(uint32 &bad, uint32 codes) { bad |= (codes & 0x7f7f7f7f) + 0
 
 // ---- the x of a product ---------------------------------------------------------------------------------------------
 
-// Whether `unpack` gives codes in the order of memory. Otherwise it gives (k, k + 4), (k + 1, k + 5), … of eight, and
-// (k, k + 2), (k + 1, k + 3) of four.
+// Whether `unpack` gives codes in the order of memory. Otherwise it gives (k, k + 4), (k + 1, k + 5), … of eight, with
+// LOOK_UP (k, k + 4), (k + 1, k + 5), (k + 2, k + 3), (k + 6, k + 7), and (k, k + 2), (k + 1, k + 3) of four.
 static constexpr bool IN_ORDER = CODES == TABLE || (CODES == E4M3 && X == FP16);
 
 // Loads the x of one token that belongs to a word, in the order of memory; 0 beyond the last k. BY_WORD: whether rows of x
@@ -306,6 +329,11 @@ DEVICE void order_x(uint32 (&pairs)[PAIRS]) {
     uint32 two[PAIRS];
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) two[i] = pairs[i];
+    if constexpr (LOOK_UP) {
+        pairs[0] = permute(two[0], two[2], 0x5410), pairs[1] = permute(two[0], two[2], 0x7632);
+        pairs[2] = two[1], pairs[3] = two[3];
+        return;
+    }
 #pragma unroll
     for (int i = 0; i < PAIRS / 2; ++i) {
         pairs[2 * i] = permute(two[i], two[i + PAIRS / 2], 0x5410);

@@ -15,6 +15,7 @@ products with one scale a row are summed in int32 alone, so that no order of the
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from dataclasses import asdict, dataclass
 
@@ -25,7 +26,7 @@ from lowbit_kernels.runtime.launch_plan import Address, Argument, Launch, Map
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
-from lowbit_kernels.weight_only.one_launch import CODES, OUT, OneLaunch, X
+from lowbit_kernels.weight_only.one_launch import CODES, OUT, SCALE, OneLaunch, X
 from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of
 from lowbit_kernels.weight_only.weight_operands import (
     E4M3,
@@ -43,12 +44,22 @@ BOX_BYTES = 2048  # most bytes of a row that one copy loads
 X_BYTES = 1024  # most bytes of a token's x that one copy loads
 # Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.
 IN_FLIGHT = 112 * 1024
+LOOK_UP_BYTES = 64 * 1024  # of shared memory: all pairs of two numbers of E2M1, once a lane
 TEAM_PART = 17 * 1024  # most bytes of codes that a team loads at once
 KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
 # Of one of so many blocks of a multiprocessor: bytes of shared memory, and registers of a thread that hold x.
 RESIDENT = {1: (nvrtc.SHARED_LIMIT, 64), 2: (113 * 1024, 16)}
 ROUNDING_BYTES = 1536  # of shared memory, for the scales of tokens
 ROUNDS_MACROS = {torch.int8: "INT8", E4M3: "E4M3"}
+PARTS = (
+    "quantize/row_codes.cuh",
+    "weight_only/round_tokens_sm90.cuh",
+    "weight_only/int4_as_int8.cuh",
+    "weight_only/weight_codes_sm90.cuh",
+    "weight_only/weight_mm_decode_copies_sm90.cuh",
+    "weight_only/weight_mm_decode_products_sm90.cuh",
+    "weight_only/weight_mm_decode_sm90.cu",
+)
 
 
 @dataclass(frozen=True)
@@ -79,6 +90,8 @@ class DecodeVariant:
     exact: bool = False
     values: str = ""  # of a table
     unit_value: str = "1.0f"
+    boxed: bool = False
+    look_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -98,6 +111,10 @@ class DecodeDivision:
     apart: int  # stages that share no memory with x
     teams: int  # that take turns at tiles
     resident: int  # blocks of a multiprocessor, of this launch and the next one
+    scale_pitch: (
+        int  # bytes from row to row of a part's scales in shared memory; 0: whole rows are copied
+    )
+    looks_up: bool  # half of the codes of E2M1, in a table
 
 
 @functools.lru_cache(maxsize=4096)
@@ -113,6 +130,8 @@ def plan(
     depth: int = 0,
     table_bytes: int = 0,
     rounding: bool = False,
+    scale_box: tuple[int, int] = (0, 16),
+    is_e2m1: bool = False,
     splits: tuple[int, ...] = (1, 2, 4, 8),
     heights: tuple[int, ...] | None = None,
 ) -> DecodeDivision | None:
@@ -125,6 +144,8 @@ def plan(
         depth: chunks whose groups have columns of mma of their own; 0: the groups of a chunk do not.
         table_bytes: bytes of shared memory for a table.
         rounding: the kernel rounds x.
+        scale_box: see `_scale_box`.
+        is_e2m1: the codes are numbers of 4 bits, which can be looked up in a table.
         splits, heights: the choices; by default no higher tiles where they were never faster.
     """
     heights = heights or ((1,) if m <= 8 or bits < 8 else (1, 2))
@@ -132,7 +153,7 @@ def plan(
     # At 8 bits compute 8 tokens where their x fits: 5 to 13% faster for 4, whose x would pass through shared memory.
     for tokens in (8, least) if bits == 8 and 1 < m < 8 else (least,):
         shape = (m, tokens, n, k, bits, multiprocessors, scale_bytes, vector)
-        last = depth, table_bytes, rounding
+        last = depth, table_bytes, rounding, scale_box, is_e2m1
         plans = [_divided(*shape, *last, split, height) for split in splits for height in heights]
         if possible := [one for one in plans if one is not None]:
             break
@@ -142,9 +163,11 @@ def plan(
     if not possible:
         return None
     best = min(possible, key=lambda one: _nanoseconds(one, m, n, k, bits, multiprocessors))
-    if best.tokens > 1 or best.split > 1 or bits > 4 or table_bytes or rounding:
+    if best.tokens > 1 or best.split > 1 or bits > 4 or table_bytes or rounding or is_e2m1:
         return best
-    return _divided(*shape, depth, 0, False, 1, 1, resident=2) or best
+    if best.teams == 2 and bits > 2:  # measured: faster than beside the next launch
+        return best
+    return _divided(*shape, depth, 0, False, (0, 16), False, 1, 1, resident=2) or best
 
 
 def _nanoseconds(
@@ -184,6 +207,8 @@ def _divided(
     depth: int,
     table_bytes: int,
     rounding: bool,
+    scale_box: tuple[int, int],
+    is_e2m1: bool,
     split: int,
     height: int,
     resident: int = 1,
@@ -202,7 +227,7 @@ def _divided(
     if resident == 2 and rounds != 2:  # with fewer or more tiles a block slower
         return None
     # Teams are faster where the work takes longer than the codes do.
-    is_slow = bits < 4 or (bits == 4 and (depth > 0 or table_bytes > 0))
+    is_slow = bits < 4 or (bits == 4 and (depth > 0 or table_bytes > 0 or is_e2m1))
     has_teams = is_slow and tokens * split * resident == 1 and rounds > 1 and slice_ <= 32
     shares = _shares(slice_, bits, tokens, gap, depth, resident, has_teams and not rounding)
     if shares is None:
@@ -218,9 +243,17 @@ def _divided(
     copies_x = tokens * resident == 1 or (1 < tokens < 8 and parts > 2)
     x = m * (-(-slice_ * size * 16 // bits // 128) * 128 + 32) if copies_x else 0
     fixed += kept + x
-    stage = -(-ROWS * height * (pitch + scale_bytes) // 128) * 128
+    scale_pitch = 0
+    # A copy of whole rows is faster where most of them is needed, but for small groups whose scales are read often.
+    if tokens * resident == 1 and not rounding and (split * parts > 2 or (is_e2m1 and depth == 0)):
+        scale_pitch = _scale_pitch(chunks, split, parts, *scale_box)
+    stage = -(-ROWS * height * (pitch + (scale_pitch or scale_bytes)) // 128) * 128
     wanted = _stages(rounds, parts, stage, teams, resident)
-    stages = min((RESIDENT[resident][0] - fixed) // stage, wanted, MAX_STAGES) // teams * teams
+    room = RESIDENT[resident][0] - fixed
+    looks_up = is_e2m1 and tokens * resident == 1 and not rounding
+    if looks_up := looks_up and room - LOOK_UP_BYTES >= min(wanted, MAX_STAGES) * stage:
+        room, fixed = room - LOOK_UP_BYTES, fixed + LOOK_UP_BYTES
+    stages = min(room // stage, wanted, MAX_STAGES) // teams * teams
     if stages < (wanted if resident == 2 else min(2, wanted)):
         return None
     shared, box, apart = fixed + stages * stage, 0, stages
@@ -232,8 +265,20 @@ def _divided(
     grid = clusters * split
     return DecodeDivision(
         *(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart),
-        *(teams, resident),
+        *(teams, resident, scale_pitch, looks_up),
     )
+
+
+def _scale_pitch(chunks: int, split: int, parts: int, size: int, step: int) -> int:
+    """Bytes from row to row of a part's scales in shared memory, an odd multiple of `step`; 0 where they are copied with
+    their rows. `size`: bytes of a chunk's. A copy begins at a multiple of 16 bytes of a row."""
+    most = 0
+    for first, end in itertools.pairwise(chunks * rank // split for rank in range(split + 1)):
+        edges = (first + (end - first) * part // parts for part in range(parts + 1))
+        for start, stop in itertools.pairwise(edges):
+            most = max(most, stop * size - start * size // 16 * 16)
+    pitch = (-(-most // step) | 1) * step
+    return pitch if size and pitch <= BOX_BYTES else 0
 
 
 def chunk_bytes(bits: int) -> int:
@@ -363,9 +408,11 @@ def scaling_of(operands: WeightOperands) -> str | None:
     group, tokens = operands.group, 1 << (operands.m - 1).bit_length()
     is_small = operands.bits < 8 and 0 < group < CHUNK and CHUNK % group == 0 and group % 16 == 0
     if is_small and (operands.rounds is None or operands.format.table):
-        if CHUNK // group * tokens <= COLUMNS:
+        is_exact = _is_exact_scaled(operands)
+        is_nvfp4 = is_exact and operands.scale.dtype == E4M3 and operands.numbers == torch.bfloat16
+        if CHUNK // group * tokens <= COLUMNS and (operands.rounds is not None or not is_nvfp4):
             return "BY_COLUMN"
-        if _is_exact_scaled(operands):
+        if is_exact:
             return "IN_CODES"
     return "BY_UNIT" if group % GROUP_STEP == 0 else None
 
@@ -398,7 +445,7 @@ def planned(
     """The `plan` for these operands; `choices`: its `splits` and `heights`."""
     zero, scaling, bits = operands.zero_point, scaling_of(operands), operands.bits
     by_column = scaling == "BY_COLUMN"
-    has_table = _codes_macro(operands.format, operands.numbers) == "TABLE"
+    macro = _codes_macro(operands.format, operands.numbers)
     each = operands.scale.dtype.itemsize + (0 if zero is None else zero.dtype.itemsize)
     return plan(
         *(operands.m, operands.n, operands.groups * operands.group_size, bits),
@@ -408,10 +455,23 @@ def planned(
         depth=COLUMNS * operands.group // (CHUNK << (operands.m - 1).bit_length())
         if by_column
         else 0,
-        table_bytes=(256 if bits == 4 else 128) << 2 * bits if has_table else 0,
+        table_bytes=(256 if bits == 4 else 128) << 2 * bits if macro == "TABLE" else 0,
         rounding=operands.rounds is not None,
+        scale_box=_scale_box(operands),
+        is_e2m1=macro == "E2M1",
         **choices,
     )
+
+
+def _scale_box(operands: WeightOperands) -> tuple[int, int]:
+    """Bytes of the scales of a row's chunk, 0 where the TMA can't copy those of a part alone; and the step of rows in
+    shared memory at which lanes read from different banks."""
+    size, group = operands.scale.dtype.itemsize, operands.group
+    row, step = operands.groups * size, max(16, 8 * size)
+    if operands.zero_point is not None or operands.bits == 8 or group == 0 or CHUNK % group:
+        return 0, step
+    is_readable = operands.has_aligned_scales and takes_rows(row, row)
+    return CHUNK // group * size if is_readable else 0, step
 
 
 def _codes_macro(format: CodesFormat, dtype: torch.dtype) -> str:
@@ -445,7 +505,17 @@ class DecodeProduct(OneLaunch):
         self.codes_map = (8, n, row // 8, pitch // 8, ROWS * plan.height, plan.pitch // 8)
         self.x_map = _x_map(operands, plan)
         shape = (x_stride, m, n, k, chunks, operands.groups)
-        self.sizes = (*shape, plan.pitch, plan.stages, plan.apart)
+        size = operands.scale.dtype.itemsize
+        scale_row = operands.groups * size
+        self.sizes = (*shape, plan.pitch, plan.stages, plan.apart, plan.scale_pitch or scale_row)
+        self.scale_map = (
+            8,
+            n,
+            scale_row // 8,
+            scale_row // 8,
+            ROWS * plan.height,
+            plan.scale_pitch // 8,
+        )
         self.variant = DecodeVariant(
             _codes_macro(format, operands.numbers),
             format.bits,
@@ -470,12 +540,15 @@ class DecodeProduct(OneLaunch):
             FLOAT_MACROS[operands.x.dtype],
             operands.exact,
             *_table_macros(format, operands.numbers),
+            boxed=plan.scale_pitch > 0,
+            look_up=plan.looks_up,
         )
 
     def launch(self) -> Launch:
         codes_map = Map(CODES, *self.codes_map)
         x_map = codes_map if self.x_map is None else Map(X, *self.x_map)
-        maps: tuple[Argument, ...] = codes_map, x_map
+        scale_map = codes_map if self.plan.scale_pitch == 0 else Map(SCALE, *self.scale_map)
+        maps: tuple[Argument, ...] = codes_map, x_map, scale_map
         arguments = *maps, *map(Address, range(OUT + 1)), *self.sizes
         kernel = _kernel(self.variant, self.plan.shared, torch.cuda.current_device())
         return Launch(kernel, self.plan.grid, THREADS[self.plan.resident], arguments)
@@ -500,15 +573,13 @@ def _x_map(operands: WeightOperands, plan: DecodeDivision) -> tuple[int, ...] | 
 def source(variant: DecodeVariant) -> str:
     """The CUDA C++ to compile."""
     macros = {name: value for name, value in asdict(variant).items() if value != ""}
-    names = "round_tokens_sm90.cuh", "int4_as_int8.cuh", "weight_codes_sm90.cuh"
-    own = (f"weight_only/{name}" for name in (*names, "weight_mm_decode_sm90.cu"))
-    return program(macros, *SM90, "quantize/row_codes.cuh", *own)
+    return program(macros, *SM90, *PARTS)
 
 
 @nvrtc.variants
 def _kernel(variant: DecodeVariant, shared: int, device: int) -> nvrtc.Kernel:
     return _module(variant, device).kernel(
-        "decode_mm", 20, structs=2, shared=shared, cluster=variant.split, overlaps=True
+        "decode_mm", 22, structs=3, shared=shared, cluster=variant.split, overlaps=True
     )
 
 
