@@ -292,6 +292,8 @@ static void fill(const TensorMap &map, int x, int y, uint32 to, emulation::Block
     const int width = map.width * map.size;
     const bool is_swizzled = !map.plain && (width == 32 || width == 64 || width == 128);
     if (is_swizzled ? to % (8 * width) : width % 16 || to % 128) emulation::fail("no such box");
+    // An H200 reports an illegal instruction.
+    if (x * map.size % 16) emulation::fail("a box begins between multiples of 16 bytes");
     emulation::load([=, &block] {
         for (int i = 0; i < map.box * width; ++i) {
             const long row = y + i / width, byte = (long)x * map.size + i % width;
