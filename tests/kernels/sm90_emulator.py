@@ -63,12 +63,13 @@ def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
 def kernel_of(code: str, dtype: torch.dtype, more: str = "") -> Callable[..., None]:
     """The product of a source of the large-batch kernel. more: the text that comes behind it."""
     folder = Path(weight_mm_large_batch_sm90.__file__).parents[1]
-    ptx, lookup, tiles, kernel = (
+    ptx, lookup, tiles, products, kernel = (
         (folder / f).read_text()
         for f in (
             "runtime/ptx.cuh",
             "weight_only/weight_lookup_sm90.cuh",
             "weight_only/weight_mm_large_batch_tiles_sm90.cuh",
+            "weight_only/weight_mm_large_batch_products_sm90.cuh",
             "weight_only/weight_mm_large_batch_sm90.cu",
         )
     )
@@ -80,7 +81,18 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
 """
     defines = code[: code.index(ptx)]
     source = "\n".join(
-        [defines, HEADER.read_text(), lookup, tiles, multiply, kernel, more, DESCRIBED, FOOTER]
+        [
+            defines,
+            HEADER.read_text(),
+            lookup,
+            tiles,
+            multiply,
+            products,
+            kernel,
+            more,
+            DESCRIBED,
+            FOOTER,
+        ]
     )
     product_of = library(source).emulated_product
 

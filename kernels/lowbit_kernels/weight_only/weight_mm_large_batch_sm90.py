@@ -361,14 +361,15 @@ def source(
     shape: tuple[int, int, int, int, int, bool, int, int],
 ) -> str:
     """The CUDA C++ to compile; `shape` is a `LargeBatchDivision` without its clusters."""
-    names = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
+    fields = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
     macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
-    macros |= dict(zip(names, shape, strict=True))
+    macros |= dict(zip(fields, shape, strict=True))
     tiles = "weight_only/weight_mm_large_batch_tiles_sm90.cuh"
     headers = *SM90, "weight_only/weight_lookup_sm90.cuh", tiles
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     multiply = multiply_from_registers(shape[0], 16, f"f32.{kind}.{kind}")
-    return program(macros, *headers, multiply, "weight_only/weight_mm_large_batch_sm90.cu")
+    names = "weight_mm_large_batch_products_sm90.cuh", "weight_mm_large_batch_sm90.cu"
+    return program(macros, *headers, multiply, *(f"weight_only/{name}" for name in names))
 
 
 @nvrtc.variants
