@@ -32,7 +32,7 @@ SOURCE = "\n".join(
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 VARIANT = DecodeVariant(
     *("INT", 4, 128, "BY_UNIT", "BF16", "BF16", "BF16", "NONE"),
-    *(8, 2, 1, 1, 1, True, True, 4, False, 1, 1, "NONE", "BF16", "0x3f80", "0.5f"),
+    *(8, 2, 1, 1, 1, True, True, 4, False, 1, 1, True, True, "NONE", "BF16", "0x3f80", "0.5f"),
 )
 
 

@@ -1,5 +1,5 @@
-// How weight_mm_decode_sm90.cu divides a product among blocks and warps, and copies a block's share to shared memory. Its
-// macros and the files that it names stand before.
+// How weight_mm_decode_sm90.cu, which lists the macros, divides a product among blocks and warps, and copies a block's
+// share to shared memory. The files that it names stand before.
 
 static constexpr bool IS_PAIRED = RESIDENT == 2;  // with a block of the next launch
 static constexpr int WARPS = 16, MEMBERS = WARPS / TEAMS;  // that multiply; those of a team

@@ -60,6 +60,9 @@
 // Small groups and few tokens (BY_COLUMN). A column of mma holds the x of one group, and zeros for the other groups. So
 // it sums up that group, and a lane scales its sums once for several groups, not once for each.
 //
+// E2M1. A pair of codes takes 2.25 instructions of the integer units by arithmetic, which bind the kernel at one token,
+// and 1 by a look-up, whose loads alone take longer. With LOOK_UP half of the pairs are looked up.
+//
 // Rounding. A cluster has all of x in registers, so it finds each token's scale there: the lanes of a warp, the warps of
 // a block and the blocks of a cluster exchange the largest and smallest numbers of a token. Meanwhile codes arrive. int8
 // codes of x are multiplied as int8: an instruction takes twice as many, and codes of a weight are unpacked faster.
@@ -194,21 +197,23 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
 //
 // codes [n, row bytes]: a pointer if WHOLE; else a tensor map of elements of 8 bytes, in boxes of ROWS rows of `pitch`
 // bytes. x [m, k]: with BOX also a tensor map of elements of 8 bytes, in boxes of TOKENS rows of BOX_PITCH bytes. scale
-// and zero_point [n, groups], bias [n], residual and out [m, n], token_scale [m]; bias, residual and token_scale may be
-// null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks`: in a row.
+// and zero_point [n, groups]; with BOXED the scale also a tensor map of elements of 8 bytes, in boxes of ROWS rows of
+// `scale_pitch` bytes, which else is that of a row's groups. bias [n], residual and out [m, n], token_scale [m]; bias,
+// residual and token_scale may be null. codes, scale and zero_point begin at multiples of 16 bytes. `chunks`: in a row.
 //
 // Shared memory, in this order:
-//   Shared, and with CODES = TABLE the table of `write_table`
+//   Shared, and with CODES = TABLE or LOOK_UP the table of `write_table`
 //   `stages` of Problem::stage_bytes(), and 128 bytes that may be read past them; the boxes of x lie after the first
 //   `apart` stages, and the other stages use their memory once x is in registers
 //   with SPLIT > 1: 512 bytes for each piece of the sums of a cluster's tiles, whose number is rounded up to SPLIT
 //   if COPIES_X: m tokens of Slice::pitch()
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
-    decode_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap scale_map,
-                  const unsigned short *x, const unsigned char *codes, const unsigned char *scale,
-                  const unsigned char *zero_point, const unsigned short *bias, const unsigned short *residual,
-                  const float *token_scale, const float *global_scale, unsigned short *out, long long x_stride, int m, int n, int k, int chunks,
-                  int groups, int pitch, int stages, int apart, int scale_pitch) {
+    decode_mm(const __grid_constant__ TensorMap map, const __grid_constant__ TensorMap x_map,
+              const __grid_constant__ TensorMap scale_map, const unsigned short *x, const unsigned char *codes,
+              const unsigned char *scale, const unsigned char *zero_point, const unsigned short *bias,
+              const unsigned short *residual, const float *token_scale, const float *global_scale, unsigned short *out,
+              long long x_stride, int m, int n, int k, int chunks, int groups, int pitch, int stages, int apart,
+              int scale_pitch) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, global_scale, out, x_stride,

@@ -85,13 +85,13 @@ class DecodeVariant:
     paired: bool
     teams: int
     resident: int
+    boxed: bool
+    look_up: bool
     rounds: str = "NONE"
     source: str = "BF16"  # of x in memory, where it is rounded
     exact: bool = False
     values: str = ""  # of a table
     unit_value: str = "1.0f"
-    boxed: bool = False
-    look_up: bool = False
 
 
 @dataclass(frozen=True)
@@ -270,8 +270,8 @@ def _divided(
 
 
 def _scale_pitch(chunks: int, split: int, parts: int, size: int, step: int) -> int:
-    """Bytes from row to row of a part's scales in shared memory, an odd multiple of `step`; 0 where they are copied with
-    their rows. `size`: bytes of a chunk's. A copy begins at a multiple of 16 bytes of a row."""
+    """Bytes from row to row of a part's scales in shared memory, an odd multiple of `step`; 0 where those of whole
+    rows are copied. `size`: bytes of a chunk's. A copy begins at a multiple of 16 bytes of a row."""
     most = 0
     for first, end in itertools.pairwise(chunks * rank // split for rank in range(split + 1)):
         edges = (first + (end - first) * part // parts for part in range(parts + 1))
@@ -536,12 +536,12 @@ class DecodeProduct(OneLaunch):
             by_column and plan.tokens == 1 and operands.groups % 2 == 0,
             plan.teams,
             plan.resident,
+            plan.scale_pitch > 0,
+            plan.looks_up,
             "NONE" if operands.rounds is None else ROUNDS_MACROS[operands.rounds],
             FLOAT_MACROS[operands.x.dtype],
             operands.exact,
             *_table_macros(format, operands.numbers),
-            boxed=plan.scale_pitch > 0,
-            look_up=plan.looks_up,
         )
 
     def launch(self) -> Launch:
