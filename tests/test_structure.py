@@ -24,7 +24,7 @@ PACKAGES = {
     "recipes": ROOT / "recipes",
 }
 MAX_FUNCTION_LINES = 60
-MAX_CUDA_LINES = 900
+MAX_CUDA_LINES = 600
 VAGUE_NAMES = {"utils", "util", "common", "misc", "helpers", "prototype"}
 OPTIONAL = [
     "triton",

@@ -154,8 +154,10 @@ def test_emulated_one_token_in_teams_and_beside_the_next_launch(
 @pytest.mark.parametrize(
     ("name", "k"), [("int4", 2048), ("mxfp4", 1536), ("nvfp4", 1792), ("nf4", 1792)]
 )
-def test_emulated_scales_of_parts(name: str, k: int) -> None:
+def test_emulated_scales_of_parts(name: str, k: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks copy the scales of their slices alone, which begin between multiples of 16 bytes."""
+    monkeypatch.setattr(weight_mm_decode_sm90, "FEW_STAGES", 100)
+    monkeypatch.setattr(weight_mm_decode_sm90, "plan", weight_mm_decode_sm90.plan.__wrapped__)
     product = Product(NAMED[name], 1, 40, k)
     chosen = planned(product.operands, 2, splits=(4,))
     assert chosen is not None and chosen.scale_pitch > 0

@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowbit_kernels.weight_only import weight_mm_decode_sm90
+from lowbit_kernels.weight_only import weight_mm_decode_memory, weight_mm_decode_sm90
 from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
     DecodeVariant,
     chunk_bytes,
@@ -116,7 +116,7 @@ def test_every_plan_fits_and_covers_all(
     if chosen.box > 0:
         assert bits < 8 and chosen.tokens >= 8 and 1 <= chosen.apart <= chosen.stages
         boxes = -(-slice_ // chosen.box)
-        assert boxes <= 16 and chosen.box * 256 <= weight_mm_decode_sm90.X_BYTES
+        assert boxes <= 16 and chosen.box * 256 <= weight_mm_decode_memory.X_BYTES
         x = boxes * chosen.box * 256 * chosen.tokens
         assert 512 + 2 * 16 * pieces * 512 + chosen.apart * stage + kept + x <= chosen.shared
     assert chosen.stages >= min(2, rounds * chosen.parts)

@@ -15,9 +15,9 @@ products with one scale a row are summed in int32 alone, so that no order of the
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +28,19 @@ from lowbit_kernels.runtime.tensor_map import takes_rows
 from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
 from lowbit_kernels.weight_only.one_launch import CODES, OUT, SCALE, OneLaunch, X
 from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of
+from lowbit_kernels.weight_only.weight_mm_decode_memory import (
+    BOX_BYTES,
+    CHUNK,
+    FEW_STAGES,
+    LOOK_UP_BYTES,
+    MAX_STAGES,
+    ROWS,
+    scale_pitch_of,
+    stage_bytes,
+    stages_of,
+    sums_and_x,
+    with_boxes,
+)
 from lowbit_kernels.weight_only.weight_operands import (
     E4M3,
     GROUP_STEP,
@@ -36,15 +49,9 @@ from lowbit_kernels.weight_only.weight_operands import (
     WeightOperands,
 )
 
-MAX_TOKENS, ROWS, WARPS, MAX_STAGES = 16, 16, 16, 6
+MAX_TOKENS, WARPS = 16, 16
 THREADS = {1: 32 * (WARPS + 4), 2: 32 * (WARPS + 2)}  # of a block, by blocks of a multiprocessor
-CHUNK = 128  # codes of fewer than 8 bits in a chunk; 64 others
 COLUMNS = 8  # of mma
-BOX_BYTES = 2048  # most bytes of a row that one copy loads
-X_BYTES = 1024  # most bytes of a token's x that one copy loads
-# Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.
-IN_FLIGHT = 112 * 1024
-LOOK_UP_BYTES = 64 * 1024  # of shared memory: all pairs of two numbers of E2M1, once a lane
 TEAM_PART = 17 * 1024  # most bytes of codes that a team loads at once
 KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
 # Of one of so many blocks of a multiprocessor: bytes of shared memory, and registers of a thread that hold x.
@@ -111,6 +118,7 @@ class DecodeDivision:
     apart: int  # stages that share no memory with x
     teams: int  # that take turns at tiles
     resident: int  # blocks of a multiprocessor, of this launch and the next one
+    depth: int  # chunks whose groups have columns of mma of their own; 0: groups have none
     scale_pitch: (
         int  # bytes from row to row of a part's scales in shared memory; 0: whole rows are copied
     )
@@ -148,13 +156,13 @@ def plan(
         is_e2m1: the codes are numbers of 4 bits, which can be looked up in a table.
         splits, heights: the choices; by default no higher tiles where they were never faster.
     """
+    weight = _Unpacking(scale_bytes, vector, depth, table_bytes, rounding, scale_box, is_e2m1)
     heights = heights or ((1,) if m <= 8 or bits < 8 else (1, 2))
     least = 1 << (m - 1).bit_length()
     # At 8 bits compute 8 tokens where their x fits: 5 to 13% faster for 4, whose x would pass through shared memory.
     for tokens in (8, least) if bits == 8 and 1 < m < 8 else (least,):
-        shape = (m, tokens, n, k, bits, multiprocessors, scale_bytes, vector)
-        last = depth, table_bytes, rounding, scale_box, is_e2m1
-        plans = [_divided(*shape, *last, split, height) for split in splits for height in heights]
+        shape = (m, tokens, n, k, bits, multiprocessors)
+        plans = [_divided(*shape, weight, split, height) for split in splits for height in heights]
         if possible := [one for one in plans if one is not None]:
             break
     # Higher tiles leave enough registers only with one chunk a warp, and were faster only with at most two blocks.
@@ -167,7 +175,7 @@ def plan(
         return best
     if best.teams == 2 and bits > 2:  # measured: faster than beside the next launch
         return best
-    return _divided(*shape, depth, 0, False, (0, 16), False, 1, 1, resident=2) or best
+    return _divided(*shape, weight, 1, 1, resident=2) or best
 
 
 def _nanoseconds(
@@ -195,6 +203,18 @@ def _nanoseconds(
     return rounds * tile + waves * x + (exchange if one.split > 1 else 0)
 
 
+class _Unpacking(NamedTuple):
+    """The arguments of `plan` that depend on the format."""
+
+    scale_bytes: int
+    vector: int
+    depth: int
+    table_bytes: int
+    rounding: bool
+    scale_box: tuple[int, int]
+    is_e2m1: bool
+
+
 def _divided(
     m: int,
     tokens: int,
@@ -202,19 +222,14 @@ def _divided(
     k: int,
     bits: int,
     multiprocessors: int,
-    scale_bytes: int,
-    vector: int,
-    depth: int,
-    table_bytes: int,
-    rounding: bool,
-    scale_box: tuple[int, int],
-    is_e2m1: bool,
+    weight: _Unpacking,
     split: int,
     height: int,
     resident: int = 1,
 ) -> DecodeDivision | None:
     """The plan for clusters of `split` blocks, tiles of `height` and m tokens computed as `tokens`; None if registers
     or shared memory are too small."""
+    scale_bytes, vector, depth, table_bytes, rounding, scale_box, is_e2m1 = weight
     size = chunk_bytes(bits)
     chunks = -(-k * bits // (8 * size))
     if split > chunks:
@@ -236,49 +251,32 @@ def _divided(
     warps, part = WARPS // teams, -(-slice_ // parts)
     pitch = part * size
     pitch += (gap - pitch) % 128 if gap else 0
+    copies_x = tokens * resident == 1 or (1 < tokens < 8 and parts > 2)
+    x = slice_ * size * 16 // bits if copies_x else 0
     # 128 bytes more: for the last chunk of a row the kernel reads past the scales, and ignores these bytes.
     fixed = 512 + 128 + table_bytes + rounding * ROUNDING_BYTES
-    fixed += 2 * warps * pieces * (256 if tokens == 1 else 512)
-    kept = -(-rounds // split) * split * pieces * 512 if split > 1 else 0
-    copies_x = tokens * resident == 1 or (1 < tokens < 8 and parts > 2)
-    x = m * (-(-slice_ * size * 16 // bits // 128) * 128 + 32) if copies_x else 0
-    fixed += kept + x
-    scale_pitch = 0
-    # A copy of whole rows is faster where most of them is needed, but for small groups whose scales are read often.
-    if tokens * resident == 1 and not rounding and (split * parts > 2 or (is_e2m1 and depth == 0)):
-        scale_pitch = _scale_pitch(chunks, split, parts, *scale_box)
-    stage = -(-ROWS * height * (pitch + (scale_pitch or scale_bytes)) // 128) * 128
-    wanted = _stages(rounds, parts, stage, teams, resident)
-    room = RESIDENT[resident][0] - fixed
-    looks_up = is_e2m1 and tokens * resident == 1 and not rounding
-    if looks_up := looks_up and room - LOOK_UP_BYTES >= min(wanted, MAX_STAGES) * stage:
-        room, fixed = room - LOOK_UP_BYTES, fixed + LOOK_UP_BYTES
+    fixed += sums_and_x(m, tokens, pieces, warps, rounds, split, x)
+    room, is_one = RESIDENT[resident][0] - fixed, tokens * resident == 1 and not rounding
+    stage, scale_pitch = stage_bytes(height, pitch + scale_bytes), 0
+    # Measured: whole rows are copied faster, except where they take much memory or lanes read scales often.
+    is_large = split * parts > 2 and (parts > 2 or room < FEW_STAGES * stage)
+    if is_one and (is_large or (is_e2m1 and depth == 0)):
+        scale_pitch = scale_pitch_of(chunks, split, parts, *scale_box)
+        stage = stage_bytes(height, pitch + (scale_pitch or scale_bytes))
+    wanted = stages_of(rounds, parts, stage, teams, resident)
+    looks_up = is_e2m1 and is_one and room - LOOK_UP_BYTES >= min(wanted, MAX_STAGES) * stage
+    fixed, room = fixed + looks_up * LOOK_UP_BYTES, room - looks_up * LOOK_UP_BYTES
     stages = min(room // stage, wanted, MAX_STAGES) // teams * teams
     if stages < (wanted if resident == 2 else min(2, wanted)):
         return None
     shared, box, apart = fixed + stages * stage, 0, stages
     if bits < 8 and tokens >= 8:  # at 8 bits loading x takes less time than loading codes
-        most, x = _boxes(slice_, tokens)
-        if fixed + x + stage <= nvrtc.SHARED_LIMIT:
-            box, apart = most, min((nvrtc.SHARED_LIMIT - fixed - x) // stage, stages)
-            shared = max(shared, fixed + apart * stage + x)
+        shared, box, apart = with_boxes(fixed, stage, stages, slice_, tokens)
     grid = clusters * split
     return DecodeDivision(
         *(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart),
-        *(teams, resident, scale_pitch, looks_up),
+        *(teams, resident, depth, scale_pitch, looks_up),
     )
-
-
-def _scale_pitch(chunks: int, split: int, parts: int, size: int, step: int) -> int:
-    """Bytes from row to row of a part's scales in shared memory, an odd multiple of `step`; 0 where those of whole
-    rows are copied. `size`: bytes of a chunk's. A copy begins at a multiple of 16 bytes of a row."""
-    most = 0
-    for first, end in itertools.pairwise(chunks * rank // split for rank in range(split + 1)):
-        edges = (first + (end - first) * part // parts for part in range(parts + 1))
-        for start, stop in itertools.pairwise(edges):
-            most = max(most, stop * size - start * size // 16 * 16)
-    pitch = (-(-most // step) | 1) * step
-    return pitch if size and pitch <= BOX_BYTES else 0
 
 
 def chunk_bytes(bits: int) -> int:
@@ -336,24 +334,6 @@ def _parts(slice_: int, bits: int, gap: int, warps: int, teams: int, is_single: 
     return next(even, parts)  # equal shares for all warps are 3 to 5% faster, even with more parts
 
 
-def _stages(rounds: int, parts: int, stage: int, teams: int, resident: int) -> int:
-    """The stages that keep memory busy: at least two, and with up to 4 parts at most 4, or for two teams 6. A block
-    beside one of the next launch copies everything at once."""
-    if resident == 2:
-        return rounds * parts
-    if teams == 2:
-        return min(MAX_STAGES if parts > 1 else 4, 2 * -(-rounds // 2) * parts)
-    wanted = min(MAX_STAGES if parts > 4 else 4, rounds * parts)
-    return min(wanted, max(IN_FLIGHT // stage, 2))
-
-
-def _boxes(slice_: int, tokens: int) -> tuple[int, int]:
-    """The x of `slice_` chunks in equal boxes: chunks of a box, and bytes of all boxes."""
-    count = -(-slice_ * CHUNK * 2 // X_BYTES)
-    box = -(-slice_ // count)
-    return box, -(-slice_ // box) * box * CHUNK * 2 * tokens
-
-
 def neighbours(bits: int, group: int) -> int:
     """Words of a row that a lane reads at once, 8 codes or 4 of 8 bits: 4, or fewer where groups begin within a chunk
     (group 0: one a row)."""
@@ -403,14 +383,17 @@ def _has_int32_sums(operands: WeightOperands) -> bool:
     return is_int8 and operands.group == 0 and operands.zero_point is operands.residual is None
 
 
-def scaling_of(operands: WeightOperands) -> str | None:
-    """How the kernel scales groups; None for groups that it doesn't take."""
+def scaling_of(operands: WeightOperands, by_column: bool = True) -> str | None:
+    """How the kernel scales groups; None for groups that it doesn't take.
+
+    Args:
+        by_column: groups of codes that are exact times scales may have columns of mma.
+    """
     group, tokens = operands.group, 1 << (operands.m - 1).bit_length()
     is_small = operands.bits < 8 and 0 < group < CHUNK and CHUNK % group == 0 and group % 16 == 0
     if is_small and (operands.rounds is None or operands.format.table):
         is_exact = _is_exact_scaled(operands)
-        is_nvfp4 = is_exact and operands.scale.dtype == E4M3 and operands.numbers == torch.bfloat16
-        if CHUNK // group * tokens <= COLUMNS and (operands.rounds is not None or not is_nvfp4):
+        if CHUNK // group * tokens <= COLUMNS and (by_column or not is_exact):
             return "BY_COLUMN"
         if is_exact:
             return "IN_CODES"
@@ -443,9 +426,13 @@ def planned(
     operands: WeightOperands, multiprocessors: int, **choices: tuple[int, ...]
 ) -> DecodeDivision | None:
     """The `plan` for these operands; `choices`: its `splits` and `heights`."""
-    zero, scaling, bits = operands.zero_point, scaling_of(operands), operands.bits
-    by_column = scaling == "BY_COLUMN"
+    zero, bits = operands.zero_point, operands.bits
     macro = _codes_macro(operands.format, operands.numbers)
+    # NVFP4 by blocks that have several tiles: scales in codes take fewer registers and instructions.
+    is_nvfp4 = macro == "E2M1" and operands.scale.dtype == E4M3 and operands.rounds is None
+    has_tiles = operands.n > ROWS * multiprocessors
+    scaling = scaling_of(operands, by_column=not (is_nvfp4 and has_tiles))
+    by_column = scaling == "BY_COLUMN"
     each = operands.scale.dtype.itemsize + (0 if zero is None else zero.dtype.itemsize)
     return plan(
         *(operands.m, operands.n, operands.groups * operands.group_size, bits),
@@ -498,7 +485,7 @@ class DecodeProduct(OneLaunch):
         x_stride = operands.x.strides[0] if m > 1 else 0
         pitch = operands.codes.strides[0] if n > 1 else row
         chunks = -(-row // chunk_bytes(format.bits))
-        scaling = scaling_of(operands) or "BY_UNIT"
+        scaling = scaling_of(operands, plan.depth > 0) or "BY_UNIT"
         by_column = scaling == "BY_COLUMN"
         self.plan, self.shape, self.dtype = plan, (m, n), operands.out
         self.is_ready = operands.has_aligned_scales
