@@ -32,6 +32,7 @@ from lowbit_kernels.weight_only.weight_mm_decode_memory import (
     BOX_BYTES,
     CHUNK,
     FEW_STAGES,
+    IN_FLIGHT,
     LOOK_UP_BYTES,
     MAX_STAGES,
     ROWS,
@@ -236,8 +237,7 @@ def _divided(
         return None
     tiles, pieces = -(-n // (ROWS * height)), height * -(-tokens // 8)
     clusters = _clusters(tiles, pieces, split, multiprocessors)
-    rounds = -(-tiles // clusters)
-    slice_ = -(-chunks // split)
+    rounds, slice_ = -(-tiles // clusters), -(-chunks // split)
     gap = _bank_step(bits, vector)
     if resident == 2 and rounds != 2:  # with fewer or more tiles a block slower
         return None
@@ -259,12 +259,13 @@ def _divided(
     room, is_one = RESIDENT[resident][0] - fixed, tokens * resident == 1 and not rounding
     stage, scale_pitch = stage_bytes(height, pitch + scale_bytes), 0
     # Measured: whole rows are copied faster, except where they take much memory or lanes read scales often.
-    is_large = split * parts > 2 and (parts > 2 or room < FEW_STAGES * stage)
+    is_large = split * parts > 2 and (parts > 2 or min(room, IN_FLIGHT) < FEW_STAGES * stage)
     if is_one and (is_large or (is_e2m1 and depth == 0)):
         scale_pitch = scale_pitch_of(chunks, split, parts, *scale_box)
         stage = stage_bytes(height, pitch + (scale_pitch or scale_bytes))
     wanted = stages_of(rounds, parts, stage, teams, resident)
-    looks_up = is_e2m1 and is_one and room - LOOK_UP_BYTES >= min(wanted, MAX_STAGES) * stage
+    looks_up = is_e2m1 and is_one and depth != 1  # measured: slower for groups of 16 by columns
+    looks_up &= room - LOOK_UP_BYTES >= min(wanted, MAX_STAGES) * stage
     fixed, room = fixed + looks_up * LOOK_UP_BYTES, room - looks_up * LOOK_UP_BYTES
     stages = min(room // stage, wanted, MAX_STAGES) // teams * teams
     if stages < (wanted if resident == 2 else min(2, wanted)):
