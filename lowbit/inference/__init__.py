@@ -15,6 +15,7 @@ from lowbit.inference.calibration import (
     SmoothQuant,
     Step,
     calibrate,
+    sampled_batches,
 )
 from lowbit.inference.evaluation import Evaluation, EvaluationReport, evaluate
 from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
@@ -58,6 +59,7 @@ __all__ = [
     "load_float8_blocks_",
     "quantize_",
     "register_linear",
+    "sampled_batches",
     "unfuse_linears_",
     "unregister_linear",
 ]

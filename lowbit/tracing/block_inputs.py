@@ -95,7 +95,7 @@ def capture(
     for batch in batches:
         recorder = _Recorder(blocks, device)
         eager = torch.compiler.set_stance("force_eager")
-        with recorder.in_place_of_forward(), _without_cache(model), eager, suppress(_Stop):
+        with recorder.in_place_of_forward(), without_cache(model), eager, suppress(_Stop):
             call(model, batch)
         yield recorder.captured()
 
@@ -203,7 +203,7 @@ def call_after(model: nn.Module, blocks: Sequence[nn.Module], batch: Any, hidden
         return give
 
     eager = torch.compiler.set_stance("force_eager")
-    with ExitStack() as stack, _without_cache(model), eager:
+    with ExitStack() as stack, without_cache(model), eager:
         for block in blocks:
             stack.enter_context(forward_of(block, given(block)))
         return call(model, batch)
@@ -224,8 +224,9 @@ def forward_of(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]
 
 
 @contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """transformers makes a cache of keys and values unless the configuration says not to."""
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """The context in which transformers makes no cache of keys and values, as it does unless the configuration says
+    not to."""
     configs = {id(c): c for m in model.modules() if (c := getattr(m, "config", None)) is not None}
     using = [c for c in configs.values() if getattr(c, "use_cache", False) is True]
     for config in using:

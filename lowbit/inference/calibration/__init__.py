@@ -8,6 +8,7 @@ from lowbit.inference.calibration.learned_rounding import LearnedRounding
 from lowbit.inference.calibration.pruning import Prune24
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.rotation import Rotate
+from lowbit.inference.calibration.sampled import sampled_batches
 from lowbit.inference.calibration.search import Search
 from lowbit.inference.calibration.smoothquant import SmoothQuant
 from lowbit.inference.calibration.step import Layer, Step
@@ -26,4 +27,5 @@ __all__ = [
     "SmoothQuant",
     "Step",
     "calibrate",
+    "sampled_batches",
 ]
