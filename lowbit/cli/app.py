@@ -90,9 +90,10 @@ def quantize(
     """Quantize a folder of plain weights, layer by layer, into a folder that vLLM and transformers take.
 
     The model is never whole in memory. With --data the weights are calibrated on that text by --method, one block after
-    another, which needs the extra hf. A command that was killed goes on from there. With --method alone they are
-    calibrated without a text, and the model is whole in memory. Embeddings, the output head and
-    routers stay in high precision unless --layers or a mix names them.
+    another, which needs the extra hf. A command that was killed goes on from there. --data sampled takes tokens that
+    the model draws, for which it is whole in memory at first. With --method alone weights are calibrated without data,
+    and the model is whole in memory. Embeddings, the output head and routers stay in high precision unless --layers or
+    a mix names them.
 
     \b
     Examples:
@@ -101,7 +102,7 @@ def quantize(
       lowbit quantize model --layers lm_head=int8 --layers '*.0.*=none' --out model-mixed
       lowbit quantize model --plan plan.json --out model-planned
       lowbit quantize model --scheme int4 --method awq,gptq --data text.txt --out model-awq
-      lowbit quantize model --scheme nvfp4 --method gptq --out model-nvfp4
+      lowbit quantize model --scheme nvfp4 --data sampled --out model-nvfp4
       lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
       lowbit quantize model --scheme Q4_K_M --format gguf --data text.txt --out model.gguf
     """

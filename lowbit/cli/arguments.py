@@ -160,7 +160,8 @@ CalibrationData = Annotated[
     typer.Option(
         parser=path,
         metavar="TEXT",
-        help="A file of text, in UTF-8, to calibrate on. Static activations need it.",
+        help="A file of text, in UTF-8, to calibrate on, or sampled: tokens that the model itself draws. Static "
+        "activations need one of the two.",
     ),
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the checkpoint at --out.")]

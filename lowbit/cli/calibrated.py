@@ -16,10 +16,14 @@ from lowbit.cli.windows import length_of, text_of, tokens_of, windows_of
 from lowbit.convert import Schemes, has_static
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
-from lowbit.inference import GPTQ, CalibrationReport, Step
+from lowbit.inference import GPTQ, CalibrationReport, Step, sampled_batches
 from lowbit.schemes import lines
 
 _NONE = "none"
+SAMPLED = "sampled"
+"""The value of --data for tokens that the model draws itself."""
+SAMPLED_LENGTH = 512
+"""The most tokens of a window that is drawn, unless --context says otherwise."""
 WINDOWS, BATCH = 128, 8
 """How many windows of the text are taken, and how many make a batch, unless --limit and --batch say otherwise."""
 
@@ -64,7 +68,8 @@ def calibrate(
     writing: Mapping[str, Any],
 ) -> CalibrationReport:
     """Calibrate the model `path` on the text `data`, and write it to `out`. A folder comes into memory block by block,
-    and a GGUF file, or without `data` any model, whole.
+    and a GGUF file, or without `data` any model, whole. `data` "sampled": on tokens that the model draws, for which it
+    comes into memory whole as well.
 
     Args: those of `lowbit.cli.app.quantize`; `writing`: options of `lowbit.export`.
 
@@ -77,7 +82,7 @@ def calibrate(
     folder = check(path)
     formats.writing.check_writing(path, out, schemes, **writing)
     batches, used = (
-        (None, []) if data is None else _batches(path, folder, data, context, limit, batch)
+        (None, []) if data is None else _batches(path, folder, data, context, limit, batch, device)
     )
     if isinstance(folder, Folder):
         report = lowbit.calibrate(
@@ -109,8 +114,18 @@ def _batches(
     context: int | None,
     limit: int | None,
     batch: int,
+    device: str,
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """The windows of the text, and a note on them. Args: those of `calibrate`; `folder`: the model's headers."""
+    if str(data) == SAMPLED:
+        length = length_of(skeleton(folder), context)
+        length = min(length, SAMPLED_LENGTH) if context is None else length
+        count = WINDOWS if limit is None else max(limit // length, 1)
+        windows = sampled_batches(load(path, device), count, length, batch_size=batch)
+        batches = [{"input_ids": window, "use_cache": False} for window in windows]
+        return batches, [
+            f"calibrated on {count:,} sequences of {length:,} tokens that the model drew"
+        ]
     text_of(data, 1)
     length = length_of(skeleton(folder), context)
     tokens = tokens_of(path, data, WINDOWS * length if limit is None else limit)

@@ -20,6 +20,7 @@ llm-compressor and GPTQModel use too):
   Both are linear in the errors that are passed on, so this equals pruning and rounding in one loop.
 - Sweeps: after the last column each block, all others fixed, takes the scale and the codes with the least error of the
   outputs (`lowbit.inference.calibration.sweeps`). No sweep raises it.
+- At the end the scales of each row grow until its outputs are as large as before (`Layer.grow`), with the codes kept.
 - A column whose input is always zero is rounded to nearest, and makes up for nothing.
 - Without inputs, H = WᵀW / mean(diag WᵀW) + I (`Moments.of_weight`).
 """
@@ -113,6 +114,7 @@ class GPTQ(Step):
             factor = None
         layer.values = self._rounded(layer, layer.weight if mask is None else aims, factor)
         layer.weight = given
+        layer.grow()
 
     def _factor(self, layer: Layer, hessian: Tensor) -> Factor:
         how = self.damping, self.act_order, 1 if layer.mask is None else OF_FOUR

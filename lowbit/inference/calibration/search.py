@@ -1,7 +1,8 @@
 """Search: scales and zero points with the least error of the layer's output, if its inputs are uncorrelated.
 
 The search is that of `lowbit.quantize_(…, scales="searched")`, where each input channel counts by its mean square, the
-diagonal of the Hessian. Weights are rounded to nearest.
+diagonal of the Hessian. Weights are rounded to nearest, and then scales grow until the outputs of each row are as large
+as before (`Layer.grow`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ class Search(Step):
 
     def apply(self, layer: Layer) -> None:
         layer.qparams = searched(layer)
+        layer.grow()
 
 
 def searched(layer: Layer, importance: Tensor | None = None) -> QParams:

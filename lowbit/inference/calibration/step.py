@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from lowbit.convert import Target
 from lowbit.inference.calibration.batches import Batches
-from lowbit.inference.calibration.inputs import Moments, energy
+from lowbit.inference.calibration.inputs import Moments, energy, product
+from lowbit.numerics.gain import takes_any_scale, with_scales_times
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 
@@ -162,6 +163,25 @@ class Layer:
         """The weight rounded to nearest by these scales: float32."""
         codes, scale, zero = self.spec.quantize(self.weight, self.scale_dtype, qparams)
         return self.spec.dequantize(codes, scale, zero, self.weight.shape, torch.float32)
+
+    def grow(self) -> None:
+        """Make the scales of each row w larger by Σ (w x̂)² / Σ (w x̂) (q x̂), so that its rounded outputs q x̂ are not
+        too small (`lowbit.numerics.gain`). Scales that cannot take any value, belong to several rows or siblings, or to
+        a pruned weight, stay as they are."""
+        spec, shape = self.spec, tuple(self.weight.shape)
+        is_free = takes_any_scale(spec) and set(spec.block_size(shape)[:-1]) <= {1}
+        if not is_free or self.joint is not None or self.mask is not None:
+            return
+        qparams = self.minmax() if self.qparams is None else self.qparams
+        values = self.rounded(qparams) if self.values is None else self.values
+        factor = values.new_ones((*shape[:-1], 1))
+        for at, hessian, *_ in self.parts():
+            w, q = self.original[at], values[at]
+            if hessian is not None:
+                own = w * hessian if hessian.ndim == 1 else product(w, hessian)
+                sums = [(own * t).sum(-1, keepdim=True, dtype=torch.float64) for t in (w, q)]
+                factor[at] = (sums[0] / sums[1]).float()
+        self.values, self.qparams = with_scales_times(spec, values, qparams, factor)
 
     def error(self, values: Tensor) -> float:
         """Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖² over the inputs x̂ of the rounded model, where x = x̂ without pairs. Over

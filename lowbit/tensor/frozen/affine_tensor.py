@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from lowbit.linear.frozen import quantized_linear
 from lowbit.linear.frozen.kinds import KINDS, representation_of
+from lowbit.numerics.gain import of_full_gain, takes_any_scale
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.packing import pack, packed_size, unpack
@@ -197,7 +198,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         input_qparams: tuple[Tensor, Tensor | None] | None = None,
         joint: Tensor | None = None,
     ) -> AffineTensor:
-        """`from_float` with the scales and zero points of `Spec.search_qparams`, which lose less by rounding.
+        """The codes of `from_float` with the scales and zero points of `Spec.search_qparams`, which have the least squared
+        error. Scales that may take any value are then larger, so that the rounded weight is not too small
+        (`lowbit.numerics.gain`).
 
         Args:
             weight, scheme, input_qparams, joint: as for `from_float`.
@@ -210,8 +213,13 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         scale_dtype = spec.scale_dtype_for(weight.dtype)
         if spec.scales is not None and spec.scales.joint is not None and joint is None:
             joint = spec.joint_part([weight.detach()], scale_dtype)
-        qparams = spec.search_qparams(weight.detach(), scale_dtype, importance, joint)
-        return cls.from_float(weight, scheme, qparams, input_qparams, joint)
+        plain = weight.detach()
+        qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
+        if joint is not None or plain.is_meta or not takes_any_scale(spec):
+            return cls.from_float(weight, scheme, qparams, input_qparams, joint)
+        values, qparams = of_full_gain(spec, plain, qparams, importance)
+        made = cls.from_float(values, scheme, qparams, input_qparams)
+        return made._with(dtype=weight.dtype)
 
     @classmethod
     def quantized(

@@ -1,0 +1,81 @@
+"""The gain of a rounded weight, and scales for which it is 1.
+
+Scales with the least Σ h (x − x̂)² make x̂ too small. With them Σ h x x̂ = Σ h x̂², which is less than Σ h x² by the whole
+error: of random numbers in groups of 32 by 11% in 2 bits, 2.7% in 3 and 0.7% in 4. The other errors of a layer differ
+from channel to channel, and partly cancel. This one is the same everywhere: each layer adds less, and attention and
+logits are flatter. So, with the codes kept, scales become larger by
+
+    1 / gain = Σ h x² / Σ h x x̂
+
+With these the projection of x̂ on x is x. A relative error D becomes D / (1 − D).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.numerics.affine import block_counts, half_step
+from lowbit.numerics.float32 import round_to_dtype
+from lowbit.numerics.spec import Spec
+
+QParams = tuple[Tensor, Tensor | None]
+
+LARGEST = 4 / 3
+"""The most by which scales grow. Those with less gain stay: 1 bit, and what is far from its values in other ways."""
+
+
+def takes_any_scale(spec: Spec) -> bool:
+    """True if each block may have any scale that its dtype holds."""
+    return spec.scales is None and spec.super_blocks is None and not spec.rounds_minimum
+
+
+@torch.no_grad()
+def of_full_gain(
+    spec: Spec, x: Tensor, qparams: QParams, importance: Tensor | None = None
+) -> tuple[Tensor, QParams]:
+    """`with_scales_times` 1 / gain of each block.
+
+    Args:
+        spec, qparams: those of `with_scales_times`.
+        x: real floating [..., N, K], not padded.
+        importance: h, broadcastable to x; None for 1.
+    """
+    weighed = x.float() if importance is None else x.float() * importance
+    codes, scale, zero = spec.quantize(x, qparams=qparams)
+    values = spec.dequantize(codes, scale, zero, x.shape, torch.float32)
+    block = spec.block_size(codes.shape)
+    pairs = zip(block_counts(codes.shape, block), block, strict=True)
+    sizes = [n for pair in pairs for n in pair]
+
+    def sums(t: Tensor) -> Tensor:
+        return spec.pad(t).reshape(sizes).sum(list(range(1, len(sizes), 2)), dtype=torch.float64)
+
+    return with_scales_times(
+        spec, values, qparams, (sums(weighed * x) / sums(weighed * values)).float()
+    )
+
+
+def with_scales_times(
+    spec: Spec, values: Tensor, qparams: QParams, factor: Tensor
+) -> tuple[Tensor, QParams]:
+    """The same codes by other scales, in their dtype. Factors that are not in (0, `LARGEST`] count as 1.
+
+    Args:
+        spec: for which `takes_any_scale`.
+        values: float32 [..., N, K], which `qparams` codes exactly.
+        qparams: scale and zero point [blocks along each dimension], as `Spec.search_qparams` gives them.
+        factor: float32, broadcastable to the scale.
+
+    Returns:
+        values, and the scale and zero point that code them exactly.
+    """
+    codes, scale, zero = spec.quantize(values, qparams=qparams)
+    factor = torch.where((factor > 0) & (factor <= LARGEST), factor, 1.0)
+    larger = round_to_dtype(scale.float() * factor, scale.dtype).to(scale.dtype)
+    larger = torch.where(larger.isfinite() & (larger != 0), larger, scale)
+    if zero is not None and spec.mapping == "half_integer":
+        zero = half_step(larger, zero.dtype)
+    elif zero is not None and spec.zero_point_is_value:
+        zero = round_to_dtype(zero.float() * factor, zero.dtype).to(zero.dtype)
+    return spec.dequantize(codes, larger, zero, values.shape, torch.float32), (larger, zero)
