@@ -8,6 +8,9 @@ logits are flatter. So, with the codes kept, scales become larger by
     1 / gain = Σ h x² / Σ h x x̂
 
 With these the projection of x̂ on x is x. A relative error D becomes D / (1 − D).
+
+Siblings share the global scale of NVFP4, and e4m3 numbers are 6 to 12% apart. So there the global scale takes a factor
+that is the same for all weights (`E4M3.gain`).
 """
 
 from __future__ import annotations
@@ -30,20 +33,42 @@ def takes_any_scale(spec: Spec) -> bool:
     return spec.scales is None and spec.super_blocks is None and not spec.rounds_minimum
 
 
+def has_gain(spec: Spec) -> bool:
+    """True if `of_full_gain` changes the scales of a search."""
+    return takes_any_scale(spec) or (spec.scales is not None and spec.scales.joint is not None)
+
+
 @torch.no_grad()
 def of_full_gain(
-    spec: Spec, x: Tensor, qparams: QParams, importance: Tensor | None = None
-) -> tuple[Tensor, QParams]:
-    """`with_scales_times` 1 / gain of each block.
+    spec: Spec,
+    x: Tensor,
+    qparams: QParams,
+    importance: Tensor | None = None,
+    joint: Tensor | None = None,
+) -> tuple[Tensor, QParams, Tensor | None]:
+    """The codes that these scales give x, by scales times 1 / gain of each block.
 
     Args:
-        spec, qparams: those of `with_scales_times`.
+        spec: for which `has_gain`.
         x: real floating [..., N, K], not padded.
+        qparams: scale and zero point [blocks along each dimension], as `Spec.search_qparams` gives them.
         importance: h, broadcastable to x; None for 1.
+        joint: what the scales share, where `spec.scales` has such a part.
+
+    Returns:
+        float32 values of the shape of x, the scale and zero point that code them exactly, and their joint part.
     """
-    weighed = x.float() if importance is None else x.float() * importance
     codes, scale, zero = spec.quantize(x, qparams=qparams)
+    if spec.scales is not None:
+        assert joint is not None and spec.scales.joint is not None
+        parts = spec.scales.encode_given(scale, spec.kept_parts(joint))
+        joint = spec.scales.of_full_gain(joint)
+        scale = spec.scales.decode({**parts, spec.scales.joint: joint})
+        return spec.dequantize(codes, scale, None, x.shape, torch.float32), (scale, None), joint
     values = spec.dequantize(codes, scale, zero, x.shape, torch.float32)
+    # By a power of two, which rounds nothing, so that no square leaves float32.
+    own, values = (t.float().ldexp(-x.abs().amax().float().frexp().exponent) for t in (x, values))
+    weighed = own if importance is None else own * importance
     block = spec.block_size(codes.shape)
     pairs = zip(block_counts(codes.shape, block), block, strict=True)
     sizes = [n for pair in pairs for n in pair]
@@ -51,26 +76,25 @@ def of_full_gain(
     def sums(t: Tensor) -> Tensor:
         return spec.pad(t).reshape(sizes).sum(list(range(1, len(sizes), 2)), dtype=torch.float64)
 
-    return with_scales_times(
-        spec, values, qparams, (sums(weighed * x) / sums(weighed * values)).float()
-    )
+    factor = (sums(weighed * own) / sums(weighed * values)).float()
+    return *with_scales_times(spec, codes, (scale, zero), factor, tuple(x.shape)), joint
 
 
 def with_scales_times(
-    spec: Spec, values: Tensor, qparams: QParams, factor: Tensor
+    spec: Spec, codes: Tensor, qparams: QParams, factor: Tensor, shape: tuple[int, ...]
 ) -> tuple[Tensor, QParams]:
     """The same codes by other scales, in their dtype. Factors that are not in (0, `LARGEST`] count as 1.
 
     Args:
         spec: for which `takes_any_scale`.
-        values: float32 [..., N, K], which `qparams` codes exactly.
-        qparams: scale and zero point [blocks along each dimension], as `Spec.search_qparams` gives them.
+        codes: those of `Spec.quantize`, for these `qparams`: scale and zero point [blocks along each dimension].
         factor: float32, broadcastable to the scale.
+        shape: of the values, [..., N, K].
 
     Returns:
-        values, and the scale and zero point that code them exactly.
+        float32 values, and the scale and zero point that code them exactly.
     """
-    codes, scale, zero = spec.quantize(values, qparams=qparams)
+    scale, zero = qparams
     factor = torch.where((factor > 0) & (factor <= LARGEST), factor, 1.0)
     larger = round_to_dtype(scale.float() * factor, scale.dtype).to(scale.dtype)
     larger = torch.where(larger.isfinite() & (larger != 0), larger, scale)
@@ -78,4 +102,4 @@ def with_scales_times(
         zero = half_step(larger, zero.dtype)
     elif zero is not None and spec.zero_point_is_value:
         zero = round_to_dtype(zero.float() * factor, zero.dtype).to(zero.dtype)
-    return spec.dequantize(codes, larger, zero, values.shape, torch.float32), (larger, zero)
+    return spec.dequantize(codes, larger, zero, shape, torch.float32), (larger, zero)

@@ -96,6 +96,10 @@ class ScaleFormat:
         """Other parts, with which each block may lose less than with these, for a search."""
         raise NotImplementedError
 
+    def of_full_gain(self, joint: Tensor) -> Tensor:
+        """The part `joint` for searched scales, larger by 1 / gain (`lowbit.numerics.gain`)."""
+        raise NotImplementedError
+
     def nearest(self, scale: Tensor, kept: ScaleParts | None = None) -> Tensor:
         """The scales that the format holds, nearest to these positive ones, where `is_byte`. `kept`: as `encode`."""
         raise NotImplementedError
@@ -178,6 +182,8 @@ class E4M3(ScaleFormat):
     largest: ClassVar[float] = 448.0
     smallest: ClassVar[float] = 2.0**-9
     ratios: ClassVar[tuple[float, ...]] = tuple(i / 16 for i in (*range(11, 16), *range(17, 27)))
+    gain: ClassVar[float] = 0.993
+    """That of searched scales: 0.9928 to 0.9935 of random weights, normal or Student's t."""
     most_global: ClassVar[float] = 2.0**116
     """So that every scale / global_scale is a normal number."""
 
@@ -213,6 +219,9 @@ class E4M3(ScaleFormat):
             moved = (scale * ratio).clamp(self.smallest, self.largest)
             yield {**parts, "scale": round_to_dtype(moved, torch.float8_e4m3fn)}
 
+    def of_full_gain(self, joint: Tensor) -> Tensor:
+        return joint * self.gain
+
     def nearest(self, scale: Tensor, kept: ScaleParts | None = None) -> Tensor:
         assert kept is not None
         whole = kept["global_scale"].float()
@@ -236,7 +245,13 @@ class E4M3(ScaleFormat):
 
 class InverseE4M3(E4M3):
     def joint_part(self, largest: Tensor, table: LookupTable) -> Tensor:
-        whole = super().joint_part(largest, table)
+        return self._twice_inverted(super().joint_part(largest, table))
+
+    def of_full_gain(self, joint: Tensor) -> Tensor:
+        return self._twice_inverted(super().of_full_gain(joint))
+
+    @staticmethod
+    def _twice_inverted(whole: Tensor) -> Tensor:
         one = torch.ones_like(whole)
         return divide(one, divide(one, whole))
 

@@ -517,6 +517,7 @@ def test_a_model_in_train_mode_is_calibrated_in_eval_mode() -> None:
     assert same(*models)
 
 
+@pytest.mark.usefixtures("least_squares")
 def test_steps_in_order() -> None:
     """GPTQ takes the scales of the step before it."""
     model = nn.Sequential(nn.Linear(64, 32))

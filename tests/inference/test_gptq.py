@@ -68,6 +68,7 @@ def textbook(
     ids=str,
 )
 @pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.usefixtures("least_squares")
 def test_equals_the_textbook(scheme: lb.Scheme, act_order: bool) -> None:
     x = uneven(400, SIZES[1])
     plain = nn.Linear(SIZES[1], SIZES[0], bias=False)
@@ -188,6 +189,7 @@ def layer_of(
 @pytest.mark.parametrize("share", [1.0, 0.4])
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.parametrize(("rows", "by_weight"), [(300, False), (20, False), (300, True)])
+@pytest.mark.usefixtures("least_squares")
 def test_asymmetric_equals_least_squares_column_by_column(
     share: float, act_order: bool, rows: int, by_weight: bool
 ) -> None:
@@ -225,6 +227,7 @@ def test_asymmetric_equals_least_squares_column_by_column(
     assert layer.error(layer.values) == pytest.approx((lost[0] / whole) ** 2, rel=1e-3)
 
 
+@pytest.mark.usefixtures("least_squares")
 def test_the_hessian_of_a_tied_embedding() -> None:
     """H / mean(diag H) + I, in the moments and in what GPTQ rounds by."""
     torch.manual_seed(0)

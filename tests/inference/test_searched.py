@@ -123,7 +123,8 @@ def test_given_parameters_in_chunks_of_rows(monkeypatch: pytest.MonkeyPatch) -> 
         whole = lb.AffineTensor.searched(weight, scheme)
         with monkeypatch.context() as patch:
             patch.setattr("lowbit.numerics.row_chunks.CHUNK_ELEMENTS", 300)
-            parts = lb.AffineTensor.from_float(weight, scheme, (whole.scale, whole.zero_point))
+            values, qparams = whole.dequantize(), (whole.scale, whole.zero_point)
+            parts = lb.AffineTensor.from_float(values, scheme, qparams)
         assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.scale, whole.scale)
         assert torch.equal(parts.zero_point, whole.zero_point)
 

@@ -61,6 +61,7 @@ def test_each_sweep_lowers_the_error_and_stays_on_the_grid(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["int3", "nvfp4", "mxfp4"])
+@pytest.mark.usefixtures("least_squares")
 def test_uncorrelated_inputs_get_the_best_scale_of_each_block(name: str) -> None:
     """Under a diagonal H a block is as good as the nearest values by each other scale that the sweep tries."""
     scheme = SCHEMES[name]
@@ -151,6 +152,7 @@ def test_edges_of_a_sweep() -> None:
 
 
 @pytest.mark.parametrize("name", ["int3", "nvfp4"])
+@pytest.mark.usefixtures("least_squares")
 def test_without_data_the_weight_stands_for_its_inputs(name: str) -> None:
     """H = WᵀW / mean(diag WᵀW) + I for a linear; an embedding, which no product reads, is searched."""
     torch.manual_seed(0)
@@ -175,6 +177,7 @@ def test_without_data_the_weight_stands_for_its_inputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("groups", [1, 3, N])
+@pytest.mark.usefixtures("least_squares")
 def test_without_data_each_group_of_a_convolution_has_its_own_inputs(groups: int) -> None:
     torch.manual_seed(0)
     model: Any = nn.Sequential(nn.Conv1d(groups * K // 4, N, 4, groups=groups, bias=False))

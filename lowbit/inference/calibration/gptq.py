@@ -20,7 +20,8 @@ llm-compressor and GPTQModel use too):
   Both are linear in the errors that are passed on, so this equals pruning and rounding in one loop.
 - Sweeps: after the last column each block, all others fixed, takes the scale and the codes with the least error of the
   outputs (`lowbit.inference.calibration.sweeps`). No sweep raises it.
-- At the end the scales of each row grow until its outputs are as large as before (`Layer.grow`), with the codes kept.
+- At the end searched scales grow until the outputs of each row are as large as before, with the codes kept
+  (`Layer.grow`).
 - A column whose input is always zero is rounded to nearest, and makes up for nothing.
 - Without inputs, H = WᵀW / mean(diag WᵀW) + I (`Moments.of_weight`).
 """
@@ -39,7 +40,7 @@ from lowbit.inference.calibration.columns import (
     by_columns,
     pruned_by_columns,
 )
-from lowbit.inference.calibration.search import searched
+from lowbit.inference.calibration.search import Search, searched
 from lowbit.inference.calibration.step import Layer, Step, by_rows, check_share, of_parts
 from lowbit.inference.calibration.sweeps import Swept, sweep
 from lowbit.numerics.whole_number import check_whole
@@ -83,6 +84,9 @@ class GPTQ(Step):
     def apply(self, layer: Layer) -> None:
         given, original, mask, factor = layer.weight, layer.original, layer.mask, None
         is_searched = layer.qparams is None and self.scales == "searched"
+        if is_searched and mask is None and not layer.moments.total:
+            Search().apply(layer)  # no product shows inputs
+            return
         is_moved = self.asymmetric > 0 or mask is not None
         costs: list[Tensor] = []
         aims = original
@@ -114,7 +118,8 @@ class GPTQ(Step):
             factor = None
         layer.values = self._rounded(layer, layer.weight if mask is None else aims, factor)
         layer.weight = given
-        layer.grow()
+        if self.scales == "searched":
+            layer.grow()
 
     def _factor(self, layer: Layer, hessian: Tensor) -> Factor:
         how = self.damping, self.act_order, 1 if layer.mask is None else OF_FOUR

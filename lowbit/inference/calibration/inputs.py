@@ -43,6 +43,7 @@ class Moments:
         rows: int64 [E], the input rows that each matrix saw.
         looked_up: rows that an embedding read.
         once: True if a batch multiplies the weight once.
+        of_inputs: False if the weight itself stands for the inputs (`of_weight`).
         shared: what steps made of these sums, for the weights that share them; None: they are of one weight.
     """
 
@@ -61,6 +62,7 @@ class Moments:
         self.cross: Tensor | None = None
         self.drift: Tensor | None = None
         self.weight: Tensor | None = None
+        self.of_inputs = True
         self.shared: dict[Any, Any] | None = None
         self.stack = len(shape) == 3
         self.matrices = shape[0] if self.stack else 1
@@ -90,6 +92,7 @@ class Moments:
         made.square /= diagonal.mean(-1).clamp(min=1e-30)[:, None, None]
         diagonal += 1
         made.rows = [made.size] * made.matrices
+        made.of_inputs = False
         return made
 
     def add(self, index: int, x: Tensor, high: Tensor | None = None, matrices: int = 1) -> None:

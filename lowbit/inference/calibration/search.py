@@ -1,8 +1,8 @@
 """Search: scales and zero points with the least error of the layer's output, if its inputs are uncorrelated.
 
 The search is that of `lowbit.quantize_(…, scales="searched")`, where each input channel counts by its mean square, the
-diagonal of the Hessian. Weights are rounded to nearest, and then scales grow until the outputs of each row are as large
-as before (`Layer.grow`).
+diagonal of the Hessian. Weights are rounded to nearest, and then scales grow until outputs are as large as before
+(`lowbit.numerics.gain`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lowbit.inference.calibration.step import Layer, QParams, Step
+from lowbit.numerics.gain import has_gain, of_full_gain
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,10 @@ class Search(Step):
 
     def apply(self, layer: Layer) -> None:
         layer.qparams = searched(layer)
-        layer.grow()
+        spec, joint = layer.spec, layer.joint
+        if has_gain(spec) and layer.mask is None and (joint is None or spec.scales is not None):
+            found = of_full_gain(spec, layer.weight, layer.qparams, layer.importance(), joint)
+            layer.values, layer.qparams, layer.joint = found
 
 
 def searched(layer: Layer, importance: Tensor | None = None) -> QParams:

@@ -166,8 +166,8 @@ class Layer:
 
     def grow(self) -> None:
         """Make the scales of each row w larger by Σ (w x̂)² / Σ (w x̂) (q x̂), so that its rounded outputs q x̂ are not
-        too small (`lowbit.numerics.gain`). Scales that cannot take any value, belong to several rows or siblings, or to
-        a pruned weight, stay as they are."""
+        too small (`lowbit.numerics.gain`). x̂ are independent where no inputs were seen. Scales that cannot take any
+        value, belong to several rows or siblings, or to a pruned weight, stay as they are."""
         spec, shape = self.spec, tuple(self.weight.shape)
         is_free = takes_any_scale(spec) and set(spec.block_size(shape)[:-1]) <= {1}
         if not is_free or self.joint is not None or self.mask is not None:
@@ -178,10 +178,14 @@ class Layer:
         for at, hessian, *_ in self.parts():
             w, q = self.original[at], values[at]
             if hessian is not None:
-                own = w * hessian if hessian.ndim == 1 else product(w, hessian)
-                sums = [(own * t).sum(-1, keepdim=True, dtype=torch.float64) for t in (w, q)]
+                own = w
+                if self.moments.of_inputs:
+                    own = w * hessian if hessian.ndim == 1 else product(w, hessian)
+                sums = [(own.double() * t).sum(-1, keepdim=True) for t in (w, q)]
                 factor[at] = (sums[0] / sums[1]).float()
-        self.values, self.qparams = with_scales_times(spec, values, qparams, factor)
+        codes, *qparams = spec.quantize(values, qparams=qparams)
+        found = with_scales_times(spec, codes, (qparams[0], qparams[1]), factor, shape)
+        self.values, self.qparams = found
 
     def error(self, values: Tensor) -> float:
         """Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖² over the inputs x̂ of the rounded model, where x = x̂ without pairs. Over

@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lowbit.linear.frozen import quantized_linear
 from lowbit.linear.frozen.kinds import KINDS, representation_of
-from lowbit.numerics.gain import of_full_gain, takes_any_scale
+from lowbit.numerics.gain import has_gain, of_full_gain
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.packing import pack, packed_size, unpack
@@ -199,8 +199,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         joint: Tensor | None = None,
     ) -> AffineTensor:
         """The codes of `from_float` with the scales and zero points of `Spec.search_qparams`, which have the least squared
-        error. Scales that may take any value are then larger, so that the rounded weight is not too small
-        (`lowbit.numerics.gain`).
+        error. Then scales become larger, so that the rounded weight is not too small (`lowbit.numerics.gain`).
 
         Args:
             weight, scheme, input_qparams, joint: as for `from_float`.
@@ -215,10 +214,11 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             joint = spec.joint_part([weight.detach()], scale_dtype)
         plain = weight.detach()
         qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
-        if joint is not None or plain.is_meta or not takes_any_scale(spec):
+        if plain.is_meta or not has_gain(spec) or (joint is not None and spec.scales is None):
             return cls.from_float(weight, scheme, qparams, input_qparams, joint)
-        values, qparams = of_full_gain(spec, plain, qparams, importance)
-        made = cls.from_float(values, scheme, qparams, input_qparams)
+        spec.check_qparams(weight.shape, *qparams, joint)
+        values, qparams, joint = of_full_gain(spec, plain, qparams, importance, joint)
+        made = cls.from_float(values, scheme, qparams, input_qparams, joint)
         return made._with(dtype=weight.dtype)
 
     @classmethod
