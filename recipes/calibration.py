@@ -8,7 +8,7 @@
 
 "Rounded" is by the smallest and largest values, for integers in groups of 32 with the mapping "symmetric". Zero points
 of "values" are the mapping "float_zero_point". The tied embedding is rounded as well. Each draw calibrates on other
-batches of the training text.
+batches of the training text, and methods that end in "sampled" on as many tokens that the model draws itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 import lowbit
-from lowbit.inference import GPTQ, LearnedRounding, Search, Step
+from lowbit.inference import GPTQ, LearnedRounding, Search, Step, sampled_batches
 from recipes import runs, text
 from recipes.device import choose_device
 from recipes.phases import Run, high_precision_model
@@ -45,13 +45,14 @@ SCHEMES: dict[str, tuple[lowbit.Scheme, lowbit.Scheme]] = {
 }
 """By name: the scheme, and the one whose min-max rounding costs what is won back."""
 MODEL = LearnedRounding(over="model")
-WITHOUT_DATA = "no data"
-"""How the names of methods end that calibrate without batches."""
+WITHOUT_DATA, SAMPLED = "no data", "sampled"
+"""How the names of methods end that calibrate without batches, or on those that the model draws."""
 METHODS: dict[str, Sequence[Step] | str] = {
     "min-max": "minmax",
     "searched": "searched",
     "GPTQ(), no data": [GPTQ()],
     "GPTQ(sweeps=2), no data": [GPTQ(sweeps=2)],
+    "GPTQ(), sampled": [GPTQ()],
     "Search()": [Search()],
     "GPTQ(asymmetric=0)": [GPTQ(asymmetric=0)],
     "GPTQ()": [GPTQ()],
@@ -64,7 +65,7 @@ METHODS: dict[str, Sequence[Step] | str] = {
 }
 
 
-ONCE = ("min-max", "searched", WITHOUT_DATA)
+ONCE = ("min-max", "searched", WITHOUT_DATA, SAMPLED)
 """How the names of methods end that read no batches."""
 
 
@@ -108,6 +109,10 @@ def loss_of(run: Run, case: Case, count: int, base: bool = False) -> float:
             lowbit.quantize_(model, scheme, scales=method)  # type: ignore[arg-type]
         elif case.method.endswith(WITHOUT_DATA):
             lowbit.calibrate(model, scheme, steps=list(method))
+        elif case.method.endswith(SAMPLED):
+            size, length = run.config.batch_size, run.config.model.context
+            batches = sampled_batches(model, count * size, length, batch_size=size)
+            lowbit.calibrate(model, scheme, batches, steps=list(method))
         else:
             lowbit.calibrate(model, scheme, batches_of(run, case.draw, count), steps=list(method))
     windows = run.heldout_windows(run.config.heldout_tokens)

@@ -19,7 +19,7 @@ from torch.nn import functional as F
 import lowbit
 from lowbit.cli import main
 from lowbit.formats import FormatError
-from lowbit.inference import GPTQ, Search, Step
+from lowbit.inference import GPTQ, Search, Step, sampled_batches
 from tests.cli.command import CONFIG, MATRICES, TEXT, make_model, weights
 from tests.cli.command import lowbit as command
 from tests.cli.examples import PAGES, beside_pages, needs_transformers, of_page
@@ -244,6 +244,26 @@ def test_weights_are_calibrated_without_a_text(
     model = lowbit.load_pretrained("model")
     patterns = {"lm_head": None, "*": lowbit.NVFP4WeightOnly()}
     lowbit.calibrate(model, patterns, steps=[GPTQ()])
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=ids).logits.float(), logits_of("made", ids))
+
+
+def test_weights_are_calibrated_on_tokens_that_the_model_draws(
+    home: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--data", "sampled", "--context", "16", "--limit", "80", "--batch", "2"]
+    line = ["quantize", "model", "--group-size", "32", *options, "--out", "made"]
+    assert main([*line, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert len(report["calibrated"]) == MATRICES
+    used = "calibrated on 5 sequences of 16 tokens that the model drew"
+    assert used in report["notes"]
+    model = lowbit.load_pretrained("model")
+    batches = sampled_batches(model, 5, 16, batch_size=2)
+    assert {int(ids[0, 0]) for ids in batches} == {model.config.bos_token_id}
+    patterns = {"lm_head": None, "*": lowbit.Int4WeightOnly(32)}
+    lowbit.calibrate(model, patterns, batches)
     ids = torch.arange(20)[None]
     with torch.no_grad():
         assert torch.equal(model(input_ids=ids).logits.float(), logits_of("made", ids))
