@@ -131,7 +131,9 @@ def test_other_numbers_are_refused(decoder: Decoder, options: dict[str, Any], na
 
 class Encoder(Decoder):
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(F.gelu(self.up(self.embedding(ids).mean(1, keepdim=True)))).expand(-1, 2, -1)
+        return self.head(F.gelu(self.up(self.embedding(ids).mean(1, keepdim=True)))).expand(
+            -1, 2, -1
+        )
 
 
 class Classifier(Decoder):
@@ -140,7 +142,7 @@ class Classifier(Decoder):
 
 
 def test_models_that_do_not_predict_the_next_token_are_refused(decoder: Decoder) -> None:
-    with pytest.raises(ValueError, match="Encoder depend on later tokens.*batches of their own"):
+    with pytest.raises(ValueError, match=r"Encoder depend on later tokens.*batches of their own"):
         sampled_batches(Encoder())
     with pytest.raises(ValueError, match=r"Classifier gives torch.float32 of shape \(2, 24\)"):
         sampled_batches(Classifier())

@@ -85,9 +85,7 @@ def test_importance_padding_experts_and_sizes() -> None:
 def test_siblings_of_nvfp4_share_a_global_scale_that_is_larger(inverse: bool) -> None:
     scheme = lb.NVFP4WeightOnly()
     if inverse:
-        spec = lb.Spec(
-            scheme.weight.format, scheme.weight.granularity, scale_format="e4m3_inverse"
-        )
+        spec = lb.Spec(scheme.weight.format, scheme.weight.granularity, scale_format="e4m3_inverse")
         scheme = lb.Scheme(spec)
     spec, weights = scheme.weight, [heavy(N, K), 2 * heavy(N, K).flip(1)]
     joint = spec.joint_part(weights, torch.float32)

@@ -133,7 +133,8 @@ def calibrate(
     Embeddings and the head stay plain unless a pattern names them, as in `lowbit.export`.
 
     With steps and without batches: WᵀW / mean(diag WᵀW) + I takes the place of the sums over the inputs of a weight W.
-    For `GPTQ`, `Prune24` and `Search`. A folder's model is then whole in memory.
+    For `GPTQ`, `Prune24` and `Search`. A folder's model is then whole in memory. A language model can draw batches
+    itself, which wins more: `lowbit.inference.sampled_batches`.
 
     In the context: see `lowbit.calibration`. A filter may also be the third argument there.
 

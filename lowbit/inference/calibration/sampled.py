@@ -44,8 +44,8 @@ def sampled_batches(
 
         lowbit.calibrate(model, scheme, lowbit.inference.sampled_batches(model))
 
-    It takes `rounds` forward passes of all sequences. The logits of one batch are in memory, and float32 copies of those
-    of one sequence.
+    It takes `rounds` forward passes of all sequences. The logits of one batch are in memory, and float32 copies of
+    those of one sequence.
 
     Args:
         model: in high precision. It maps ids [B, T] to logits [B, T, V] of the next token, as a tensor or as `logits`.
@@ -53,8 +53,8 @@ def sampled_batches(
         length: T, tokens of each, the first one included.
         batch_size: B, sequences of a batch; the last batch may have fewer.
         rounds: passes, as the module describes. At most `length` - 1 are made, after which more change nothing.
-        first: the id with which sequences begin. None: `model.config.bos_token_id` if there is one, else the first token
-            is drawn evenly.
+        first: the id with which sequences begin. None: `model.config.bos_token_id` if there is one, else the first
+            token is drawn evenly.
         seed: of all draws. The same seed gives the same tokens on the same device.
 
     Returns:

@@ -198,14 +198,16 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         input_qparams: tuple[Tensor, Tensor | None] | None = None,
         joint: Tensor | None = None,
     ) -> AffineTensor:
-        """The codes of `from_float` with the scales and zero points of `Spec.search_qparams`, which have the least squared
-        error. Then scales become larger, so that the rounded weight is not too small (`lowbit.numerics.gain`).
+        """`from_float` by a search: it loses less by rounding.
+
+        Codes are those of `Spec.search_qparams`, with the least squared error. Then scales become larger, so that the
+        rounded weight is not too small (`lowbit.numerics.gain`).
 
         Args:
             weight, scheme, input_qparams, joint: as for `from_float`.
             importance: the weight of each input channel's error, as for `Spec.search_qparams`; None: all alike.
 
-        Raises ValueError as both do.
+        Raises ValueError as `from_float` and the search do.
         """
         spec = scheme.weight if isinstance(scheme, Scheme) else scheme
         check_weight(weight)
