@@ -33,9 +33,11 @@ def takes_any_scale(spec: Spec) -> bool:
     return spec.scales is None and spec.super_blocks is None and not spec.rounds_minimum
 
 
-def has_gain(spec: Spec) -> bool:
-    """True if `of_full_gain` changes the scales of a search."""
-    return takes_any_scale(spec) or (spec.scales is not None and spec.scales.joint is not None)
+def can_grow(spec: Spec, joint: Tensor | None) -> bool:
+    """True if `of_full_gain` changes searched scales with this joint part. Whole scales that siblings share stay."""
+    if joint is None:
+        return takes_any_scale(spec)
+    return spec.scales is not None and spec.scales.joint is not None
 
 
 @torch.no_grad()
@@ -49,23 +51,24 @@ def of_full_gain(
     """The codes that these scales give x, by scales times 1 / gain of each block.
 
     Args:
-        spec: for which `has_gain`.
+        spec, joint: for which `can_grow`.
         x: real floating [..., N, K], not padded.
         qparams: scale and zero point [blocks along each dimension], as `Spec.search_qparams` gives them.
         importance: h, broadcastable to x; None for 1.
-        joint: what the scales share, where `spec.scales` has such a part.
 
     Returns:
         float32 values of the shape of x, the scale and zero point that code them exactly, and their joint part.
     """
     codes, scale, zero = spec.quantize(x, qparams=qparams)
-    if spec.scales is not None:
-        assert joint is not None and spec.scales.joint is not None
+    if joint is not None:
+        assert spec.scales is not None and spec.scales.joint is not None
         parts = spec.scales.encode_given(scale, spec.kept_parts(joint))
         joint = spec.scales.of_full_gain(joint)
         scale = spec.scales.decode({**parts, spec.scales.joint: joint})
         return spec.dequantize(codes, scale, None, x.shape, torch.float32), (scale, None), joint
     values = spec.dequantize(codes, scale, zero, x.shape, torch.float32)
+    if not x.numel():
+        return values, qparams, joint
     # By a power of two, which rounds nothing, so that no square leaves float32.
     own, values = (t.float().ldexp(-x.abs().amax().float().frexp().exponent) for t in (x, values))
     weighed = own if importance is None else own * importance

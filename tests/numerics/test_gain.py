@@ -42,7 +42,7 @@ def test_each_block_has_a_gain_of_one_by_the_same_codes(scheme: lb.Scheme) -> No
     before = lb.AffineTensor.from_float(weight, scheme, (scale, zero))
     assert torch.equal(made.codes, before.codes)
     found, start = gains(weight, made), gains(weight, before)
-    if not gain.has_gain(spec):  # the smallest value of a block is rounded as well
+    if not gain.can_grow(spec, None):  # the smallest value of a block is rounded as well
         assert spec.rounds_minimum and torch.equal(made.scale, before.scale)
         return
     can = start >= 1 / gain.LARGEST
@@ -75,6 +75,8 @@ def test_importance_padding_experts_and_sizes() -> None:
         torch.testing.assert_close(found, torch.ones_like(found), rtol=1e-4, atol=0)
     small = lb.AffineTensor.searched(weight * 2.0**-90, scheme)
     assert torch.equal(small.dequantize(), made.dequantize() * 2.0**-90)
+    empty = lb.AffineTensor.searched(torch.zeros(0, K), scheme)
+    assert empty.dequantize().shape == (0, K)
     weight[0, 0] = 0
     made = lb.AffineTensor.searched(weight.bfloat16(), scheme)
     assert made.dtype is made.scale.dtype is torch.bfloat16
@@ -108,7 +110,7 @@ def test_siblings_of_nvfp4_share_a_global_scale_that_is_larger(inverse: bool) ->
 def test_scales_that_are_powers_of_two_stay() -> None:
     weight, scheme = heavy(N, K), lb.MXFP4WeightOnly()
     spec = scheme.weight
-    assert not gain.has_gain(spec)
+    assert not gain.can_grow(spec, None)
     made = lb.AffineTensor.searched(weight, scheme)
     qparams = spec.search_qparams(weight, torch.float32)
     assert torch.equal(

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from lowbit.inference.calibration.step import Layer, QParams, Step
-from lowbit.numerics.gain import has_gain, of_full_gain
+from lowbit.numerics.gain import can_grow, of_full_gain
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class Search(Step):
 
     def apply(self, layer: Layer) -> None:
         layer.qparams = searched(layer)
-        spec, joint = layer.spec, layer.joint
-        if has_gain(spec) and layer.mask is None and (joint is None or spec.scales is not None):
-            found = of_full_gain(spec, layer.weight, layer.qparams, layer.importance(), joint)
+        if layer.mask is None and can_grow(layer.spec, layer.joint):
+            found = of_full_gain(
+                *(layer.spec, layer.weight, layer.qparams, layer.importance(), layer.joint)
+            )
             layer.values, layer.qparams, layer.joint = found
 
 

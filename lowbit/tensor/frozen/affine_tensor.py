@@ -23,7 +23,7 @@ from torch.nn import functional as F
 
 from lowbit.linear.frozen import quantized_linear
 from lowbit.linear.frozen.kinds import KINDS, representation_of
-from lowbit.numerics.gain import has_gain, of_full_gain
+from lowbit.numerics.gain import can_grow, of_full_gain
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.packing import pack, packed_size, unpack
@@ -216,7 +216,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             joint = spec.joint_part([weight.detach()], scale_dtype)
         plain = weight.detach()
         qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
-        if plain.is_meta or not has_gain(spec) or (joint is not None and spec.scales is None):
+        if plain.is_meta or not can_grow(spec, joint):
             return cls.from_float(weight, scheme, qparams, input_qparams, joint)
         spec.check_qparams(weight.shape, *qparams, joint)
         values, qparams, joint = of_full_gain(spec, plain, qparams, importance, joint)
