@@ -363,6 +363,7 @@ def test_one_expert_at_a_time(scales: str, monkeypatch: pytest.MonkeyPatch) -> N
         moments = Moments((24, 64), torch.device("cpu"), True, False)
         hessian = layer.moments.hessian(e)
         monkeypatch.setattr(moments, "hessian", lambda _, hessian=hessian: hessian)
+        moments.rows = [1]
         alone = Layer("weight", weight[e], scheme.weight, torch.float32, moments)
         step.apply(alone)
         assert torch.equal(alone.values, layer.values[e])

@@ -377,7 +377,7 @@ def test_outputs_of_the_head_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> No
             names.append(block.name)
         return learn(step, block, weights)
 
-    steps = [Search(), LearnedRounding(3)]
+    steps = [Search(), LearnedRounding(20)]
     first = lb.calibrate(models[0], INT3, BATCHES, steps=steps)
     monkeypatch.setattr(LearnedRounding, "learn", kept)
     second = lb.calibrate(models[1], INT3, BATCHES, steps=steps)

@@ -183,9 +183,8 @@ class Layer:
                     own = w * hessian if hessian.ndim == 1 else product(w, hessian)
                 sums = [(own.double() * t).sum(-1, keepdim=True) for t in (w, q)]
                 factor[at] = (sums[0] / sums[1]).float()
-        codes, *qparams = spec.quantize(values, qparams=qparams)
-        found = with_scales_times(spec, codes, (qparams[0], qparams[1]), factor, shape)
-        self.values, self.qparams = found
+        codes, *_ = spec.quantize(values, qparams=qparams)
+        self.values, self.qparams = with_scales_times(spec, codes, qparams, factor, shape)
 
     def error(self, values: Tensor) -> float:
         """Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖² over the inputs x̂ of the rounded model, where x = x̂ without pairs. Over
