@@ -32,7 +32,11 @@ CHUNK = 2**22  # elements of w that are widened at once
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-@op("torch.empty(w.shape, dtype=w.dtype, device=w.device)", rules={"_check(w, a, b, scales)": ""})
+@op(
+    "torch.empty(w.shape, dtype=w.dtype, device=w.device)",
+    flops="2 * sum(down.numel() * len(up) for down, up in zip(a, b))",
+    rules={"_check(w, a, b, scales)": ""},
+)
 def add_low_rank(
     w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
 ) -> Tensor:
@@ -82,6 +86,7 @@ def _add(w: Tensor, a: list[Tensor], b: list[Tensor], scales: list[float]) -> Te
 
 @op(
     "tuple(torch.empty(t.shape, dtype=t.dtype, device=t.device) for t in (a, b))",
+    flops="4 * a.numel() * len(b)",
     rules={"_check(grad, [a], [b], [scale])": ""},
 )
 def low_rank_gradients(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:

@@ -114,6 +114,7 @@ X, CODES, SCALE, BIAS, RESIDUAL, ZERO_POINT, GLOBAL_SCALE, OUT = range(8)
     "empty(x.dtype, *x.shape[:-1], N)",
     by_layout=True,
     planned=True,
+    flops="2 * x.numel() * N",
     x="float [..., K]",
     codes="int8|float8_e4m3fn|uint8 [N, W]; uint8 holds two codes of 4 bits in a byte",
     scale="float|uint8|float8_e4m3fn [N] or [N, 1] or [1] or [N, groups_of(K, group_size)]; bytes are for E2M1",

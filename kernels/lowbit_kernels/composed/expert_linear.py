@@ -66,6 +66,7 @@ FEW = 5
     "empty(x.dtype, P, N // 2 if gated else N)",
     by_layout=True,
     planned=True,
+    flops="2 * P * N * K",
     x="float [T, K]",
     codes=of_experts("codes"),
     scale=of_experts("scale"),

@@ -56,6 +56,7 @@ from lowbit_kernels.weight_only.weight_operands import (
 @op(
     "empty(x.dtype, M, N)",
     by_layout=True,
+    flops="2 * M * N * K",
     x="float [M, K]",
     codes=of_experts("codes"),
     scale=of_experts("scale"),

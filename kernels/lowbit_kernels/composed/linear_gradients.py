@@ -57,6 +57,7 @@ def _weight_format(format: str) -> str:
 @op(
     "[empty(d, *s) for d, s in zip((grad.dtype, dtype), _shapes(grad, weight, weight_scale, x))]",
     planned=True,
+    flops="2 * M * N * sum(s[1] for s in _shapes(grad, weight, weight_scale, x))",
     grad="float [M, N]; flatten leading dimensions first",
     weight="codes|float [...]",
     weight_scale="float32 [N] or [1]",

@@ -37,6 +37,7 @@ X, X_SCALE, WEIGHT, BIAS, OUT = range(5)
 @op(
     "empty(out_dtype, M, N)",
     planned=True,
+    flops="2 * M * N * K",
     x="codes [M, W]",
     x_scale="float32 [M] or [1]",
     weight="float [N, K]; codes go to scaled_mm",

@@ -64,6 +64,7 @@ LEAST_ROWS = 16
 @op(
     "empty(query.dtype, *query.shape)",
     writes=("keys", "values"),
+    flops="4 * B * H * S * E",
     query="float [B, H, 1, E]",
     key="float [B, K, 1, E]",
     value="float [B, K, 1, E]",

@@ -41,6 +41,7 @@ from lowbit_kernels.weight_only.weight_operands import ALIGNMENT
 
 @op(
     "empty(query.dtype, B, H, 1, E)",
+    flops="4 * B * H * window * E",
     query="float [B, H, 1, E]; one token of each sequence",
     **CACHE,
     mask="bool [...]",

@@ -47,6 +47,7 @@ LARGEST = 127.0 * 128.0
 
 @op(
     "empty(query.dtype, B, T, H, E)",
+    flops="2 * B * H * T * S * (D + E)",
     query="float [B, H, T, D]",
     key="float [B, K, S, D]",
     value="float [B, K, S, E]",

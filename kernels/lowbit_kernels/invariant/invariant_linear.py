@@ -50,6 +50,7 @@ from lowbit_kernels.weight_only.weight_operands import (
 @op(
     "empty(x.dtype, *x.shape[:-1], N)",
     planned=True,
+    flops="2 * x.numel() * N",
     x="float [..., K]",
     codes="int8 [N, K]",
     scale="float [N] or [N, 1]",

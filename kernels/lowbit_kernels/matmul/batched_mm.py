@@ -55,6 +55,7 @@ LARGEST = 2**31 - 2**20
 
 @op(
     "empty(out_dtype or a.dtype, B, M, N)",
+    flops="2 * B * M * N * K",
     a="half [B, M, K]",
     b="half [B, K, N]",
     addend="half [B, M, N]",

@@ -38,6 +38,7 @@ CUDA, CAPABILITY = (12, 9), (9, 0)
 
 @op(
     "empty(out_dtype, M, N)",
+    flops="2 * M * N * K",
     a="float8_e4m3fn [M, K]; flatten leading dimensions first",
     b="float8_e4m3fn [N, K]; pass it transposed",
     a_scale="float32 [K // BLOCK, M]",

@@ -23,6 +23,11 @@ def width(tokens: int, experts: int) -> int:
     return (tokens + (STEP - 1) * experts + 15) // 16 * 16
 
 
+def tokens(width: int, experts: int) -> int:
+    """The most tokens that a matrix of this width is made for: 0 to 15 too many."""
+    return max(width - (STEP - 1) * experts, 0)
+
+
 def counts(offsets: Tensor, tokens: int) -> Tensor:
     """Tokens of each expert, int64 [E]. Offsets that fall or exceed `tokens` count as the nearest ones that do not."""
     ends = offsets.to(torch.int64).clamp(0, tokens).cummax(0).values if offsets.numel() else offsets

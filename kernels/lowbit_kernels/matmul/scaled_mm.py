@@ -59,6 +59,7 @@ WRONG_PAIR = (
 @op(
     "empty(out_dtype, M, N)",
     planned=True,
+    flops="2 * M * N * K",
     a="codes [M, K]; flatten leading dimensions first",
     b="codes [N, K]; pass it transposed",
     a_scale="float32 [M] or [1]",

@@ -30,6 +30,7 @@ BYTES_ON_CPU = 2**20
 
 @op(
     "empty(out_dtype, M, N)",
+    flops="2 * M * N * K",
     a="int8 [M, K]; flatten leading dimensions first",
     packed="uint8 [N, W]",
     a_scale="float32 [M]",

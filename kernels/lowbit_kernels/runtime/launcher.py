@@ -74,9 +74,11 @@ def python_name(name: str) -> str:
     return f"{name}_in_python"
 
 
-def planned_op(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
+def planned_op(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], flops: Callable[..., int]
+) -> Any:
     """`library.register` of an op that has plans, also under its `python_name`. Call the result by `called`."""
-    op = library.register(schema, run, fake)
+    op = library.register(schema, run, fake, flops)
     name, _, arguments = schema.partition("(")
     library.LIBRARY.define(f"{python_name(name)}({arguments}")
     library.LIBRARY.impl(python_name(name), _keeping_error(run), "CompositeExplicitAutograd")

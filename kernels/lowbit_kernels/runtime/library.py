@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 import lowbit_kernels
+from lowbit_kernels.runtime import flop_formulas
 
 LIBRARY = torch.library.Library("lowbit", "FRAGMENT")
 SCHEMAS = Path(__file__).with_name("schemas.txt")
@@ -23,16 +24,26 @@ SCHEMAS = Path(__file__).with_name("schemas.txt")
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 """The dtypes of activations, scales and results."""
 
-_registered: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
-"""The function that computes each op, and its fake, for the modules that are imported."""
+Functions = tuple[Callable[..., Any], Callable[..., Any], Callable[..., int]]
+_registered: dict[str, Functions] = {}
+"""The function that computes each op, its fake, and its count of operations, for the modules that are imported."""
 
 
-def register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """Let `run` compute the op of this schema in ``torch.ops.lowbit`` on every device; returns its only overload."""
+def register(
+    schema: str, run: Callable[..., Any], fake: Callable[..., Any], flops: Callable[..., int]
+) -> Any:
+    """Let `run` compute the op of this schema in ``torch.ops.lowbit`` on every device; returns its only overload.
+
+    Args:
+        schema: of the op.
+        run: computes it.
+        fake: makes uninitialised results.
+        flops: the operations that FlopCounterMode counts. All three take the op's arguments by position.
+    """
     name = schema[: schema.index("(")]
     if not hasattr(torch.ops.lowbit, name):
         _define(name, schema)  # `SCHEMAS` does not list it yet
-    _registered[name] = run, fake
+    _registered[name] = run, fake, flops
     return getattr(torch.ops.lowbit, name).default
 
 
@@ -40,7 +51,7 @@ def _define(module: str, schema: str) -> None:
     """Define an op whose module is imported at the first call."""
     name = schema[: schema.index("(")]
 
-    def found() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    def found() -> Functions:
         with _disable_current_modes():  # tensors that the module makes are real ones
             getattr(lowbit_kernels, module)  # imports it
         return _registered[name]
@@ -52,6 +63,10 @@ def _define(module: str, schema: str) -> None:
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(
         f"lowbit::{name}", lambda *args: (_registered.get(name) or found())[1](*args), lib=LIBRARY
+    )
+    flop_formulas.add(
+        getattr(torch.ops.lowbit, name),
+        lambda *args, out_val, **kwargs: (_registered.get(name) or found())[2](*args, **kwargs),
     )
 
 

@@ -80,6 +80,7 @@ class Op(Protocol[P, R_co]):
         schema: its schema.
         reference: the decorated function with its arguments by position: the formula, on any device.
         check: raises the errors of the declaration; it takes all arguments by position.
+        flops: the expression of its operations.
         kernel: decorator of the function that computes the op. It takes all arguments by position, checked. Where it
             returns None, and in an op without a kernel, the reference runs.
     """
@@ -88,6 +89,7 @@ class Op(Protocol[P, R_co]):
     schema: str
     reference: Callable[..., Any]
     check: Callable[..., Any]
+    flops: str
     kernel: Callable[[Callable[..., Any]], Callable[..., Any]]
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
@@ -102,6 +104,7 @@ def op(
     types: Mapping[str, str] | None = None,
     by_layout: bool = False,
     writes: Sequence[str] = (),
+    flops: str = "0",
     **operands: str,
 ) -> Callable[[Callable[P, R]], Op[P, R]]:
     """Declare an op; the module's docstring says how.
@@ -116,6 +119,8 @@ def op(
         types: the same for a TypeError, after the rules.
         by_layout: the kernel checks operands itself, once for each layout.
         writes: the tensors that the op changes in place.
+        flops: an expression of the multiplications and additions of a product in high precision of the same shapes, for
+            torch's FlopCounterMode. Like torch's own formulas, it leaves element-wise operations out.
         operands: the dtypes and the shape of each tensor.
     """
 
@@ -123,16 +128,19 @@ def op(
         own = name or reference.__name__
         declaration = _Declaration(own, reference, operands, rules or {}, types or {}, writes)
         check, fake = declaration.compiled(None), declaration.compiled(results)
+        count = declaration.compiled(flops)
         by_position = _by_position(reference, declaration)
         run, use = _running(own, check, by_position, declaration, by_layout)
         schema = declaration.schema()
-        registered = (launcher.planned_op if planned else library.register)(schema, run, fake)
+        registered = (launcher.planned_op if planned else library.register)(
+            schema, run, fake, count
+        )
         found: Any = _calling(registered, declaration, planned)
         for attribute in ("__module__", "__name__", "__qualname__", "__doc__"):
             setattr(found, attribute, getattr(reference, attribute))
         found.__signature__ = inspect.signature(reference)
         found.overload, found.schema, found.check = registered, schema, check
-        found.kernel, found.reference = use, by_position
+        found.kernel, found.reference, found.flops = use, by_position, flops
         return cast("Op[P, R]", found)
 
     return declared
@@ -355,7 +363,7 @@ class _Declaration:
         return f"{self.name}({', '.join(arguments)}) -> {results}"
 
     def compiled(self, results: str | None) -> Callable[..., Any]:
-        """The function that checks, and then returns these results."""
+        """The function that checks, and then returns the value of this expression."""
         lines = list(self._lines)
         if results is not None:
             first = next(iter(self.defaults))

@@ -33,6 +33,7 @@ COLUMNS_OF_A_TILE = 256
 
 @op(
     "empty(grad.dtype, *grad.shape[:-1], size)",
+    flops="2 * grad.numel() * size",
     grad="float [..., N]",
     codes=FORMAT_OPERANDS["codes"],
     scale=FORMAT_OPERANDS["scale"],

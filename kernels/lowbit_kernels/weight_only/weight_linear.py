@@ -83,6 +83,7 @@ ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
     "empty(x.dtype, *x.shape[:-1], N)",
     by_layout=True,
     planned=True,
+    flops="2 * x.numel() * N",
     x="float [..., K]",
     codes=FORMAT_OPERANDS["codes"],
     scale=FORMAT_OPERANDS["scale"],
