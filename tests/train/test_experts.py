@@ -172,10 +172,5 @@ def test_other_products_are_refused():
         values(2, 16, 64) @ low.weight.mT
     for scheme in (SCHEMES["int8"], Int8Weight(), BitNet()):
         weight = prepared(Experts(by_index), scheme).weight
-        for product in (
-            lambda w: torch.einsum("ebk,enk,b->ben", values(3, 16, 64), w, values(16)),
-            lambda w: w @ values(3, 64, 5),
-            lambda w: w.flip(0),
-        ):
-            with pytest.raises(NotImplementedError, match=r"filter_fn.* no gradient reaches it"):
-                product(weight)
+        with pytest.raises(NotImplementedError, match=r"filter_fn.* no gradient reaches it"):
+            weight @ values(3, 64, 5)

@@ -23,6 +23,7 @@ from lowbit.tensor.core.base_ops import looked_up as looked_up
 from lowbit.tensor.core.base_ops import product_below_autograd as product_below_autograd
 from lowbit.tensor.core.base_ops import to_copy as to_copy
 from lowbit.tensor.core.contracted import MATMULS as MATMULS
+from lowbit.tensor.core.contracted import NoProduct as NoProduct
 from lowbit.tensor.core.contracted import of_stack as of_stack
 from lowbit.tensor.core.contracted import of_swapped as of_swapped
 from lowbit.tensor.core.dtensor import largest_over_ranks as largest_over_ranks

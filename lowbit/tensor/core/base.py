@@ -35,7 +35,7 @@ from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.tensor.core.contracted import CONTRACTIONS, contracted
 from lowbit.tensor.core.fsdp import FSDPHooks
-from lowbit.tensor.core.indexing import READS, as_copies, index_in_graph, write
+from lowbit.tensor.core.indexing import READS, as_copies, index_in_graph, is_advanced, write
 from lowbit.tensor.core.pickled import Pickling
 from lowbit.tensor.core.reading import KEEPS, read, reads
 from lowbit.tensor.core.torchscript import is_traced, refuse_trace
@@ -47,7 +47,7 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SPECIAL = {
     *(_SET_DATA, Tensor.share_memory_, Tensor.data_ptr, Tensor.is_shared, Tensor.__setitem__),
-    Tensor.is_contiguous,
+    *(Tensor.is_contiguous, Tensor.numpy, Tensor.tolist),
     *(*READS, *CONTRACTIONS),
 }
 """The functions that need more than torch's own implementation."""
@@ -498,12 +498,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         if func is Tensor.is_shared:
             return all(t.is_shared() for t in args[0].inner_tensors().values())
         # FSDP2 shards no parameter that is not contiguous. The experts of a transposed stack lie one after another.
-        if (
-            func is Tensor.is_contiguous
-            and len(args) == 1
-            and not kwargs
-            and is_turned_stack(args[0])
-        ):
+        if func is Tensor.is_contiguous and not (args[1:] or kwargs) and is_turned_stack(args[0]):
             return True
         if func is Tensor.__getitem__ and (at := index_in_graph(args[1])) is not None:
             return args[0][at][0]
@@ -511,7 +506,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             return None
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
-        if func not in READS:
+        if func not in READS or (func is Tensor.__getitem__ and is_advanced(args[1])):
             return result
         source = args[0] if args else kwargs["input"]
         return as_copies(source, result) if isinstance(source, LowbitTensor) else result
@@ -527,7 +522,13 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             result = func.decompose(*args, **(kwargs or {}))
             if result is not NotImplemented:
                 return result
-        raise NotImplementedError(f"{cls.__name__} does not implement {func}; {cls.way_out}")
+        missing = NotImplementedError(f"{cls.__name__} does not implement {func}; {cls.way_out}")
+        return cls.unimplemented(func, args, kwargs or {}, missing)
+
+    @classmethod
+    def unimplemented(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
+        """An aten operation that no class implements for these arguments: raises `error`."""
+        raise error
 
 
 def written(func: Any, args: Sequence[Any]) -> list[Any]:

@@ -116,6 +116,15 @@ def as_copies(tensor: Any, result: Any) -> Any:
     return result if result.untyped_storage().data_ptr() in memory else result.as_subclass(RowCopy)
 
 
+def is_advanced(index: Any) -> bool:
+    """True for masks, lists and tensors of positions, of whose elements torch makes a copy."""
+    own = index if isinstance(index, tuple) else (index,)
+    return any(
+        isinstance(i, list) or (isinstance(i, Tensor) and (i.ndim > 0 or i.dtype is torch.bool))
+        for i in own
+    )
+
+
 def index_in_graph(index: Any) -> Tensor | None:
     """In code that torch.compile traces, a tensor of one integer as an index [1], which the graph does not read; None
     for another index, and in eager code."""

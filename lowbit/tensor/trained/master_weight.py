@@ -114,6 +114,12 @@ class MasterWeightTensor(TrainableTensor):
         """The high-precision weight itself: update it in place."""
         return self.weight
 
+    def whole(self, changes: bool) -> Tensor:
+        return _master(self)
+
+    def write_whole(self, values: Tensor) -> None:
+        """`values` are the master's memory."""
+
     def updated_in_place(self) -> Tensor | None:
         return self.weight
 
@@ -234,7 +240,8 @@ def _refuse_transforms(weight: Any) -> None:
 def _master(x: Any) -> Any:
     if not isinstance(x, TrainableTensor):
         return x
-    return x.master().mT if x.transposed else x.master()
+    found = x.master().mT if x.transposed else x.master()
+    return found if x.flat_from is None else found.reshape(-1)
 
 
 def _seen(x: Any) -> Any:

@@ -9,7 +9,7 @@ A representation is one subclass in one file. Besides what `LowbitTensor` asks f
   precision, and pass the gradient straight through to the weight;
 - `frozen()`: the weight for inference, or `stays`, why there is none.
 
-Every other function (optimizers, norms, initialisers) sees the master values.
+Every other function (optimizers, norms, initialisers, regularisers) sees the master values.
 """
 
 from __future__ import annotations
@@ -27,7 +27,17 @@ from lowbit.linear.frozen.checks import TRANSFORMS, in_transform
 from lowbit.linear.operands import Values
 from lowbit.numerics import class_names
 from lowbit.schemes.training import IN_ATTENTION
-from lowbit.tensor.core import GROUPED, MATMULS, LowbitTensor, aten, count_change, written
+from lowbit.tensor.core import (
+    GROUPED,
+    MATMULS,
+    LowbitTensor,
+    NoProduct,
+    aten,
+    count_change,
+    in_forward,
+    of_swapped,
+    written,
+)
 from lowbit.tracing import tracer
 
 KEEP_OUT = (
@@ -38,6 +48,10 @@ KEEP_OUT = (
 
 _ON_LISTS = ("_foreach_", "_fused_adam", "_fused_sgd", "_fused_adagrad")
 """Prefixes of the operations by which torch's optimizers and weight averages update many weights at once."""
+
+
+class OtherOperands(NotImplementedError):
+    """A product whose second operand is not its only weight."""
 
 
 class TrainableTensor(LowbitTensor):
@@ -151,9 +165,9 @@ class TrainableTensor(LowbitTensor):
 
     @classmethod
     def check_operands(cls, x: Any, weight: Any) -> None:
-        """Raise NotImplementedError unless `weight` is the low-bit operand, and the only one."""
+        """Raise OtherOperands unless `weight` is the low-bit operand, and the only one."""
         if not isinstance(weight, TrainableTensor) or isinstance(x, LowbitTensor):
-            raise NotImplementedError(
+            raise OtherOperands(
                 f"a product of a {type(x).__name__} and a {type(weight).__name__}: only the weight, the second, may be "
                 f"in low bits; accepted: input @ weight, or {KEEP_OUT}"
             )
@@ -286,7 +300,57 @@ class TrainableTensor(LowbitTensor):
             operands = (x for x in tree_leaves((args, kwargs)) if isinstance(x, TrainableTensor))
             refused = TRANSFORMS if in_transform() else f"{func.__name__} with out="
             raise next(operands)._unsupported(refused)
-        return getattr(cls, cls.products[func])(*args, **kwargs)
+        try:
+            return getattr(cls, cls.products[func])(*args, **kwargs)
+        except OtherOperands:
+            weights = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LowbitTensor)]
+            if len(weights) > 1 and all(isinstance(x, TrainableTensor) for x in weights):
+                return func(*tree_map(_read_whole, args), **tree_map(_read_whole, kwargs))
+            if func in MATMULS and len(args) == 2 and len(weights) == 1 and args[0].ndim == 2:
+                return of_swapped(*args)
+            raise
+
+    @classmethod
+    def _special(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        if func in (Tensor.numpy, Tensor.tolist):
+            return func(_read_whole(args[0]), **kwargs)
+        try:
+            return super()._special(func, args, kwargs)
+        except NoProduct:
+            own, named = tree_map(_read_whole, (args, kwargs))
+            if any(isinstance(x, LowbitTensor) for x in tree_leaves((own, named))):
+                raise  # a frozen weight is among them
+            return func(*own, **named)
+
+    @classmethod
+    def unimplemented(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
+        """Compute with the values of the weights, and write to those that the operation changes. Raises `error` for an
+        operation that does more than that, and for one that a forward pass calls below autograd, where values of a
+        weight that is rounded later would not be rounded."""
+        given: list[Any] = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LowbitTensor)]
+        targets: list[Any] = [x for x in _changed(func, args, kwargs) if isinstance(x, LowbitTensor)]
+        train = all(isinstance(x, TrainableTensor) for x in given)
+        rounds = not targets and any(x.rounds_reads for x in given)
+        if not (_is_of_values(func) and train) or (rounds and in_forward()):
+            raise error
+        values = {id(x): x.whole(any(x is t for t in targets)) for x in given}
+
+        def whole(x: Any) -> Any:
+            return values.get(id(x), x)
+
+        result = func(*tree_map(whole, args), **tree_map(whole, kwargs))
+        for target in targets:
+            target.write_whole(values[id(target)])
+        count_change(targets)
+        return targets[0] if targets else result
+
+    def whole(self, changes: bool) -> Tensor:
+        """The values for an operation that reads, or `changes`, any of them: plain and without gradient."""
+        return self.master() if changes else self.dequantize()
+
+    def write_whole(self, values: Tensor) -> None:
+        """Take over what an operation in place made of `whole(True)`, rounded to nearest."""
+        self.copy_(values)
 
     @classmethod
     def on_lists(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -346,6 +410,29 @@ READ = (
     *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
     *(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default),
 )
+
+
+_MORE_THAN_VALUES = (aten.stack, aten.record_stream, aten._resize_output_)
+"""A stack of weights is for `torch.func.functional_call`, which would multiply by it without rounding."""
+
+
+def _is_of_values(func: Any) -> bool:
+    """True if an operation reads or writes elements alone: it returns no view, and moves or resizes nothing."""
+    aliases = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
+    is_view = torch.Tag.inplace_view in func.tags or not all(a.is_write for a in aliases)
+    own = func.namespace == "aten" and func.overloadpacket not in _MORE_THAN_VALUES
+    return own and not is_view
+
+
+def _changed(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """The arguments that an operation changes, `out` among them."""
+    named = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
+    return [*written(func, args), *(kwargs[name] for name in named if name in kwargs)]
+
+
+def _read_whole(x: Any) -> Any:
+    """The values of a weight, plain, with its gradient: of the master outside of a forward pass."""
+    return x * 1 if isinstance(x, TrainableTensor) else x
 
 
 @TrainableTensor.implements(aten.zeros_like.default, aten.ones_like.default, aten.full_like.default)
