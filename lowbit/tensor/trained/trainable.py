@@ -412,15 +412,15 @@ READ = (
 )
 
 
-_MORE_THAN_VALUES = (aten.stack, aten.record_stream, aten._resize_output_)
-"""A stack of weights is for `torch.func.functional_call`, which would multiply by it without rounding."""
+_REFUSED = (aten.stack, aten.convolution, aten.record_stream, aten._resize_output_)
+"""`torch.func.functional_call` would multiply by a stack of weights without rounding, and a convolution would, too."""
 
 
 def _is_of_values(func: Any) -> bool:
     """True if an operation reads or writes elements alone: it returns no view, and moves or resizes nothing."""
     aliases = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
     is_view = torch.Tag.inplace_view in func.tags or not all(a.is_write for a in aliases)
-    own = func.namespace == "aten" and func.overloadpacket not in _MORE_THAN_VALUES
+    own = func.namespace == "aten" and func.overloadpacket not in _REFUSED
     return own and not is_view
 
 
