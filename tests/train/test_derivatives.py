@@ -6,9 +6,17 @@ import pytest
 import torch
 from torch import nn
 
+import lowbit
 from lowbit import train
-from lowbit.train import BitNet, Int4Weight, Int8Weight
-from tests.train.problems import SCHEMES, linear, prepared, snr, values
+from lowbit.train import (
+    BitNet,
+    Float8BlockMixedPrecision,
+    Int4Weight,
+    Int8MixedPrecision,
+    Int8Weight,
+    MXFP8MixedPrecision,
+)
+from tests.train.problems import SCHEMES, linear, outcome, prepared, snr, values
 
 
 @pytest.mark.parametrize(
@@ -86,3 +94,40 @@ def test_compiled_backward_passes_keep_codes_not_values(scheme, kinds):
     (own,) = torch.autograd.grad(y.sum(), x)
     (eager,) = torch.autograd.grad(model(x).sum(), x)
     assert torch.equal(own, eager)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(BitNet(), Int8Weight(), Int4Weight(group_size=32)),
+        *(Float8BlockMixedPrecision(always=True), MXFP8MixedPrecision(always=True)),
+        Int8MixedPrecision(always=True, stochastic_rounding=False, grad_input=False),
+        Int8MixedPrecision(always=True, stochastic_rounding=False),
+        *(lowbit.Int4WeightOnly(group_size=32), lowbit.Int8DynamicActivationInt8Weight()),
+    ],
+    ids=str,
+)
+def test_weights_that_hooks_of_saved_tensors_make_plain(scheme):
+    """As `save_on_cpu(pin_memory=True)` and offloading wrappers of activations do."""
+    model = nn.Sequential(linear(96, 64), nn.GELU(), linear(64, 96))
+    prepare = lowbit.qat.prepare_ if isinstance(scheme, lowbit.Scheme) else train.prepare_
+    prepare(model, scheme)
+    x = values(16, 64)
+
+    def offloaded(x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            return model(x)
+
+    expected = outcome(model, x)
+    for name, found in outcome(model, x, run=offloaded).items():
+        assert torch.equal(found, expected[name]), name
+
+
+def test_a_kept_weight_that_is_gone_is_refused():
+    model = nn.Sequential(linear(96, 64)).requires_grad_(False)
+    train.prepare_(model, BitNet())
+    with torch.autograd.graph.save_on_cpu(pin_memory=True):
+        y = model(values(4, 64).requires_grad_())
+    model[0].weight = nn.Parameter(torch.zeros(96, 64))
+    with pytest.raises(RuntimeError, match="the weight is gone; keep the model until backward"):
+        y.sum().backward()

@@ -328,7 +328,9 @@ class TrainableTensor(LowbitTensor):
         operation that does more than that, and for one that a forward pass calls below autograd, where values of a
         weight that is rounded later would not be rounded."""
         given: list[Any] = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LowbitTensor)]
-        targets: list[Any] = [x for x in _changed(func, args, kwargs) if isinstance(x, LowbitTensor)]
+        targets: list[Any] = [
+            x for x in _changed(func, args, kwargs) if isinstance(x, LowbitTensor)
+        ]
         train = all(isinstance(x, TrainableTensor) for x in given)
         rounds = not targets and any(x.rounds_reads for x in given)
         if not (_is_of_values(func) and train) or (rounds and in_forward()):
