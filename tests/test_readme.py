@@ -368,7 +368,7 @@ def test_names_in_backticks_are_lowbits() -> None:
     foreign = {"None", "LightningModule", "GradScaler", "clip_grad_norm_", "TrainingArguments"}
     foreign |= {"TorchDispatchMode", "DTensor", "ColwiseParallel", "RowwiseParallel", "Product"}
     foreign |= {"add_", "copy_", "lerp_", "mul_", "OSError", "CompressedTensorsConfig"}
-    foreign |= {"AveragedModel", "HuggingFaceStorageWriter"}
+    foreign |= {"AveragedModel", "HuggingFaceStorageWriter", "FlopCounterMode", "PipelineStage"}
     foreign |= {"MatMulNBits", "GatherBlockQuantized", "DequantizeLinear"}
     foreign |= {"Accelerator", "PeftModel", "TorchAoConfig"}
     foreign |= {"AWQModifier", "GPTQModifier", "QuantizeConfig"}

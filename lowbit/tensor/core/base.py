@@ -252,7 +252,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         after its change, and `self.data = self.data.to(dtype)`. Raises NotImplementedError for others."""
         if values.shape != self.shape or not self._is_stored_like(values):
             raise self._unsupported(
-                "assigning .data (accepted: low-bit data that is stored alike, or copy_, under no_grad)"
+                "assigning .data (accepted: low-bit data of this shape that is stored alike, or copy_, under no_grad; "
+                "resize a model, as by resize_token_embeddings, before it is prepared or quantized)"
             )
         self._take_over(values)
 
@@ -577,9 +578,8 @@ def _also_a_parameter(make: Callable[..., Any]) -> Any:
 
 def check_not_flat(tensor: LowbitTensor, what: str) -> None:
     if tensor.flat_from is not None:
-        raise tensor._unsupported(
-            f"{what} of a flattened view; view it as {tensor.flat_from} first"
-        )
+        flat = f"{what} of a flattened view; view it as {tensor.flat_from} first"
+        raise tensor._unsupported(flat)
 
 
 def check_weight(weight: Tensor, name: str = "weight") -> None:
