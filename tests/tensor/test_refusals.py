@@ -22,7 +22,7 @@ def test_a_trained_weight_takes_no_data() -> None:
     before = layer.weight.dequantize()
     with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
         layer.weight.data = torch.zeros(8, 32)
-    with pytest.raises(NotImplementedError, match="resize a model.*before it is prepared"):
+    with pytest.raises(NotImplementedError, match=r"resize a model.*before it is prepared"):
         layer.weight.data = torch.zeros(9, 32)
     assert torch.equal(layer.weight.dequantize(), before)
 

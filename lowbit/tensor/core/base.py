@@ -524,10 +524,10 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             if result is not NotImplemented:
                 return result
         missing = NotImplementedError(f"{cls.__name__} does not implement {func}; {cls.way_out}")
-        return cls.unimplemented(func, args, kwargs or {}, missing)
+        return cls._unimplemented(func, args, kwargs or {}, missing)
 
     @classmethod
-    def unimplemented(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
+    def _unimplemented(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
         """An aten operation that no class implements for these arguments: raises `error`."""
         raise error
 

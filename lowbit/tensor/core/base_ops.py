@@ -150,13 +150,13 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
     self, dim, rows = args if func is aten.index_select.default else (args[0], 0, args[1][0])
     if self.flat_from is not None:
         flat = f"indexing of a flattened view; view it as {self.flat_from} first"
-        return self.unimplemented(func, args, kwargs, self._unsupported(flat))
+        return self._unimplemented(func, args, kwargs, self._unsupported(flat))
     has_one_index = func is aten.index_select.default or len(args[1]) == 1
     if self.transposed and self.ndim == 3:  # stacked experts, which dimension 0 selects
         return _index(func, (self._transposed(), *args[1:]), kwargs)._transposed()
     if dim != 0 or self.transposed or not has_one_index or rows.ndim != 1:
         error = self._unsupported("this indexing (accepted: one 1-D index of dimension 0)")
-        return self.unimplemented(func, args, kwargs, error)
+        return self._unimplemented(func, args, kwargs, error)
     if rows.dtype is torch.bool:
         if len(rows) != self.shape[0]:
             raise IndexError(
@@ -247,7 +247,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Tensor:
         first = next(t for t in tensors if isinstance(t, LowbitTensor))
     if not all(first._is_stored_like(t) for t in tensors):
         error = first._unsupported("cat with tensors that are stored differently")
-        return first.unimplemented(func, args, kwargs, error)
+        return first._unimplemented(func, args, kwargs, error)
     return first._cat(tensors, dim)
 
 

@@ -323,7 +323,7 @@ class TrainableTensor(LowbitTensor):
             return func(*own, **named)
 
     @classmethod
-    def unimplemented(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
+    def _unimplemented(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
         """Compute with the values of the weights, and write to those that the operation changes. Raises `error` for an
         operation that does more than that, and for one that a forward pass calls below autograd, where values of a
         weight that is rounded later would not be rounded."""
