@@ -130,9 +130,14 @@ def test_cat_of_parts_that_end_within_a_byte_or_a_block_is_refused(case):
 
 @every_case
 def test_cat_refuses_strangers(case):
+    """Trained weights have values for plain neighbours, and refuse frozen weights."""
     t = case.make((8, 96))
-    stranger = next(c for c in CASES if c.how != case.how).make((8, 96))
-    for others in ([t, t.dequantize()], [t.dequantize(), t], [t, stranger]):
+    stranger = next(c for c in CASES if c.how != case.how and not c.is_trainable).make((8, 96))
+    plain = [[t, t.dequantize()], [t.dequantize(), t]]
+    for pair in plain if case.is_trainable else ():
+        joined = torch.cat(pair)
+        assert type(joined) is torch.Tensor and joined.shape == (16, 96)
+    for others in ([t, stranger], *(() if case.is_trainable else plain)):
         with pytest.raises(NotImplementedError, match=r"cat.*stored differently.*dequantize"):
             torch.cat(others)
 
