@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# onnxruntime 1.32.0 (CPU): a graph Cast to FLOAT16, Relu, Cast to FLOAT rounds nothing, also with all optimizations
+# onnxruntime 1.32.0 (x86 CPU): a graph Cast to FLOAT16, Relu, Cast to FLOAT rounds nothing, also with all optimizations
 # disabled: 70,000 stays 70,000, 1 + 2**-12 stays, and 300 * 300 in float16 is 90,000. The CPU has no float16 kernel of
 # these ops, so the session puts casts to float32 around them, and then removes them together with those of the graph.
 # Two casts with nothing between them do round, to infinity and 1, and so does onnx's reference in each case.
