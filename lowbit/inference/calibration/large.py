@@ -227,7 +227,7 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
     paths = sorted(file.path for file in source.folder.files())
     shards = [(path.name, path.stat()) for path in paths]
     files = [(name, found.st_size, found.st_mtime_ns) for name, found in shards]
-    schemes = {target.owners[0].fqn: target.scheme.to_dict() for target in run.targets}
+    schemes = {target.fqn: target.scheme.to_dict() for target in run.targets}
     leaves, tree = tree_flatten(list(run.batches))
     batches = [str(tree), *map(_text, leaves)]
     given = {

@@ -316,7 +316,7 @@ class LearnedRounding(Step):
         for target in targets:
             if target.scheme.weight.scale_format == "super_block" and self.scale_rate:
                 raise ValueError(
-                    f"{target.owners[0].fqn}: scales of K-quants stand on a grid of their own, which learning leaves; "
+                    f"{target.fqn}: scales of K-quants stand on a grid of their own, which learning leaves; "
                     "take LearnedRounding(scale_rate=0)"
                 )
         return {}

@@ -57,9 +57,7 @@ class Group:
     @property
     def is_routed(self) -> bool:
         """True for experts: the group names the weight of any, or a weight is a stack."""
-        return any(m.stack for m in self.moments) or not self.names <= {
-            t.owners[0].fqn for t in self.targets
-        }
+        return any(m.stack for m in self.moments) or not self.names <= {t.fqn for t in self.targets}
 
     def last(self, batch: int) -> int | None:
         """How many products of these weights a batch has; None if that is not known, or not the same in all batches:
@@ -149,7 +147,7 @@ class Place:
         groups: list[Group] = []
         for index, (source, is_plain) in first.items():
             target = targets[index]
-            own = of_any_expert(target.owners[0].fqn)
+            own = of_any_expert(target.fqn)
             group = next((g for g in groups if source == g.source or own in g.names), None)
             if group is None:
                 group = Group(source, set(), [], [])
@@ -157,7 +155,7 @@ class Place:
             shape = shape_of_blocks(target)
             once = calls[index] == 1 and len(shape) == 2 and is_plain
             twin = group.twin(shape[-1]) if once and source == group.source else None
-            is_routed = len(shape) == 3 or own != target.owners[0].fqn
+            is_routed = len(shape) == 3 or own != target.fqn
             pairs = needs.pairs and not is_routed  # other tokens may reach an expert
             device = target.weight.device
             moments = twin or Moments(shape, device, needs.full, pairs, once)
@@ -275,7 +273,7 @@ class Place:
     def _end(self, number: int, mask: Tensor | None, seen: Seen, group: Group) -> None:
         """Run `high` on a batch for the last time, for the last group and for `keep`."""
         assert self.high is not None and self.keep is not None
-        names = list(dict.fromkeys([*(t.owners[0].fqn for t in group.targets), *self.copies]))
+        names = list(dict.fromkeys([*(t.fqn for t in group.targets), *self.copies]))
         watch = Watch([self.copies[n] for n in names], seen, mask, None, len(group.targets))
         with watch:
             found = self.high(number)
@@ -308,7 +306,7 @@ class Place:
         most = group.last(number)
         targets = [t for g in (groups if most is None else groups[:1]) for t in g.targets]
         if copies is not None:
-            targets = [copies[t.owners[0].fqn] for t in targets]
+            targets = [copies[t.fqn] for t in targets]
         watch = Watch(targets, seen, mask, most, len(group.targets), unread)
         try:
             with watch:

@@ -100,7 +100,7 @@ class Prune24(Step):
 
 def _check(target: Target, compressed: bool) -> None:
     """Raise ValueError for a weight that cannot be pruned."""
-    name, spec, inputs = target.owners[0].fqn, target.scheme.weight, shape_of_blocks(target)[-1]
+    name, spec, inputs = target.fqn, target.scheme.weight, shape_of_blocks(target)[-1]
     if inputs % OF_FOUR:
         raise ValueError(
             f"{name}: Prune24 keeps two of each four inputs, and its {inputs} inputs are not a multiple of four; leave "

@@ -83,7 +83,7 @@ class Rotate(Step):
             elif size == 1:
                 note = f"{LEFT} (no power of two divides its inputs)"
             else:
-                self._sizes[target.owners[0].fqn] = size
+                self._sizes[target.fqn] = size
                 note = f"online by {size}"
             notes |= {id(owner.module): note for owner in target.owners}
         return notes
@@ -94,7 +94,7 @@ class Rotate(Step):
         notes = fold_rotations(model, linears, batches)
         for target in targets:
             if any(id(owner.module) in notes for owner in target.owners):
-                self._sizes.pop(target.owners[0].fqn, None)
+                self._sizes.pop(target.fqn, None)
         return notes
 
     def apply(self, layer: Layer) -> None:
@@ -112,7 +112,7 @@ class Rotate(Step):
         """Raise ValueError for a scheme whose products do not rotate."""
         if not self._fits(target):
             return
-        name, spec = target.owners[0].fqn, target.scheme.weight
+        name, spec = target.fqn, target.scheme.weight
         if representation_of(spec).stored_as not in ("integers", "table"):
             raise ValueError(
                 f"{name}: products rotate inputs of weights in integers or a table, got {spec}; take "

@@ -117,12 +117,12 @@ class Run:
         """Rounded weights whose parameters are plain, since steps may still change them."""
         self.targets, found = find_targets(model, scheme, filter_fn)
         for target in self.targets:
-            if target.owners[0].fqn not in self.starts:
+            if target.fqn not in self.starts:
                 _check_scales(target)
-        new = [t for t in self.targets if t.owners[0].fqn not in self.starts]
+        new = [t for t in self.targets if t.fqn not in self.starts]
         self.begun = [(step, step.begin(new)) for step in (*self.steps, *learned)]
         """The steps on layers and those that learn, each with its notes by the id of a module."""
-        listed = [(t.owners[0].fqn, tuple(t.weight.shape), str(t.scheme)) for t in self.targets]
+        listed = [(t.fqn, tuple(t.weight.shape), str(t.scheme)) for t in self.targets]
         given = {"weights or schemes": listed, "steps": [str(step) for step in steps]}
         in_memory = model if memory is None else None
         batches.ranks.begin(in_memory, given | {"choice of ranges": ranges})
@@ -144,7 +144,7 @@ class Run:
 
     def check_without_data(self) -> None:
         """Raise ValueError for a step or scheme that needs batches."""
-        static = [t.owners[0].fqn for t in self.targets if t.scheme.is_static]
+        static = [t.fqn for t in self.targets if t.scheme.is_static]
         steps = [s for s in self.steps if s.folds]
         found = [s.method for s in (*steps, *self.over_blocks, *self.over_model)]
         found += [f"the static input of {name}" for name in static[:1]]
@@ -242,7 +242,7 @@ class Run:
                 target, moments = stage.targets.pop(0), stage.moments.pop(0)
                 # The model may run under autocast. The steps compute in float32.
                 with torch.autocast(target.weight.device.type, enabled=False):
-                    self._round(target, moments, self.joint.get(target.owners[0].fqn))
+                    self._round(target, moments, self.joint.get(target.fqn))
                 del target
                 self.advance(1)
 
@@ -252,7 +252,7 @@ class Run:
         if not self.memory.streams:
             return
         for target in place.targets:
-            check_weight(target.weight, target.owners[0].fqn)
+            check_weight(target.weight, target.fqn)
         numbers = [{"number": i, MASK: mask_of(batch)} for i, batch in enumerate(self.batches)]
 
         plain = self.model.forward
@@ -276,7 +276,7 @@ class Run:
                 ids = [id(owner.module) for owner in target.owners]
                 own = [notes[i] for notes in (changed, begun) for i in ids if i in notes]
                 method = f"{step.method} {own[0]}" if own else step.method
-                self.methods.setdefault(target.owners[0].fqn, []).append(method)
+                self.methods.setdefault(target.fqn, []).append(method)
 
     def _find_static(self, targets: Sequence[Target], batches: Batches) -> None:
         """Find the static scales of inputs, where the scheme has them."""
@@ -294,14 +294,14 @@ class Run:
             if not moments.is_finite:
                 done = len(self.report.layers) - len(self.waiting)
                 raise ValueError(
-                    f"the inputs of {target.owners[0].fqn} have NaN or infinite values, or too large ones to square. "
+                    f"the inputs of {target.fqn} have NaN or infinite values, or too large ones to square. "
                     f"{done} of {self.total} weights are quantized already, the others are plain. "
                     f"{self.memory.way_out}"
                 )
 
     def _round(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
         """Run the steps on this weight, and replace it, or leave its values to those that learn."""
-        start = self.starts.get(target.owners[0].fqn)
+        start = self.starts.get(target.fqn)
         layer = _layer(target, moments, joint, start)
         is_read = [isinstance(owner.module, nn.Embedding) for owner in target.owners]
         layer.is_embedding = any(is_read)
@@ -387,7 +387,7 @@ class Run:
             self.advance(1)
 
     def _put(self, target: Target, make: Callable[[Target], Tensor]) -> None:
-        name, entries = target.owners[0].fqn, len(self.report.entries)
+        name, entries = target.fqn, len(self.report.entries)
         replace_weights([target], self.report, make, trainable=False)
         first = self.report.entries[entries]
         note = f"{first.note}; {self.report.layers[name]}"
@@ -431,7 +431,7 @@ def _check_scales(target: Target) -> None:
     spec = target.scheme.weight
     if not spec.is_searchable:
         raise ValueError(
-            f"{target.owners[0].fqn}: {spec} stores scales as {spec.scale_format!r}, which no calibration chooses; "
+            f"{target.fqn}: {spec} stores scales as {spec.scale_format!r}, which no calibration chooses; "
             "take scale_format='float', e.g. NF4WeightOnly(double_quantization=False), or lowbit.quantize_"
         )
 
@@ -443,7 +443,7 @@ def _layer(
     spec, plain = target.scheme.weight, target.weight.detach() if start is None else start.values
     matrix = plain.mT if is_turned(target) else plain.reshape(shape_of_blocks(target))
     if start is not None:
-        name, wide, held = target.owners[0].fqn, matrix.float().contiguous(), start.held
+        name, wide, held = target.fqn, matrix.float().contiguous(), start.held
         qparams = held.scale_values(), held.zero_point
         dtype = held.scale.dtype if spec.scales is None else qparams[0].dtype
         return Layer(name, wide, spec, dtype, moments, _kept_joint(held), qparams)
@@ -451,7 +451,7 @@ def _layer(
         joint = spec.joint_part([matrix], torch.float32)
     dtype = spec.scale_dtype_for(plain.dtype)
     wide = matrix.float().contiguous()
-    return Layer(target.owners[0].fqn, wide, spec, dtype, moments, joint)
+    return Layer(target.fqn, wide, spec, dtype, moments, joint)
 
 
 def _kept_joint(held: Any) -> Tensor | None:

@@ -261,7 +261,7 @@ def _after(
         high = partial(states.after, states.high)
         yield Entered(tuple(targets), high)
         if needs.pairs:
-            place.copies = {target.owners[0].fqn: target for target in targets}
+            place.copies = {target.fqn: target for target in targets}
             place.high = high
         yield from place.groups(targets, needs)
         if needs.blocks:
@@ -363,5 +363,5 @@ def _copies(module: nn.Module, twin: nn.Module, targets: Sequence[Target]) -> di
     for target in targets:
         owner = next(o for o in target.owners if id(o.module) in others)
         weight: Any = others[id(owner.module)]._parameters[owner.attribute]
-        found[target.owners[0].fqn] = replace(target, weight=weight)
+        found[target.fqn] = replace(target, weight=weight)
     return found
