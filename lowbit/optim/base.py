@@ -88,12 +88,12 @@ _OWN_STATES = {"step", "weight_correction"}
 """Names that no moment may have."""
 
 
-@functools.cache
 def _read(rate: float | Tensor) -> float:
     """The value of a learning rate; 0 without one, on the meta device."""
     return 0.0 if isinstance(rate, Tensor) and rate.is_meta else float(rate)
 
 
+@functools.cache
 def _made_rule(hyper: tuple[str, ...], prepare: str, update: str, compensate: str) -> Rule:
     from lowbit_kernels.elementwise.fused_step import Rule
 

@@ -304,6 +304,17 @@ def test_the_first_rate_of_a_group(device):
     torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
     found = [optimizer.least_rate(group) for group in optimizer.param_groups]
     assert found == pytest.approx([0.05, 0.05, 4e-4])
+    later = compensated(optim.AdamW8bit, [added(lr.fill_(0.3))])
+    assert later.least_rate(later.param_groups[0]) == pytest.approx(0.03)
+
+
+def test_a_group_keeps_its_rules():
+    """A step looks for kernels by them."""
+    optimizer = compensated(optim.AdamW8bit, weights("bf16", "cpu"))
+    (group,) = optimizer.param_groups
+    for returns_errors in (False, True):
+        rule = optimizer.kernel_rule(group, returns_errors)
+        assert optimizer.kernel_rule(group, returns_errors) is rule
 
 
 # ---- the default ----------------------------------------------------------------------------------------------
