@@ -280,9 +280,10 @@ class Format(ABC):
 
         Raises FormatError for values that have no such scales.
         """
-        if self.scale_dtype is None:
-            return AffineTensor.searched(values, scheme)
-        return with_qparams(values, scheme, scheme.weight.search_qparams(values, self.scale_dtype))
+        try:
+            return AffineTensor.searched(values, with_scales(scheme, self.scale_dtype))
+        except ValueError as error:
+            raise FormatError(str(error)) from error
 
     def joint(self, weight: AffineTensor) -> dict[str, Tensor]:
         """The tensors, by name, of which readers of this format keep one for all siblings that they merge. Siblings

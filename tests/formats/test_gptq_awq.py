@@ -429,6 +429,14 @@ def test_lossy_half_integers_lose_no_more_than_their_scales(format, bits: int) -
     assert error < 1e-3
 
 
+@pytest.mark.parametrize("name", ["gptq", "awq", "gguf", "compressed-tensors"])
+def test_lossy_weights_are_not_too_small(name: str) -> None:
+    values = torch.randn(64, 128)
+    format = by_name(name)
+    rounded = format.rounded(values, Scheme(Spec(Int(4), PerGroup(32)))).dequantize()
+    assert float((values * rounded).sum() / values.square().sum()) == pytest.approx(1, abs=5e-4)
+
+
 def test_rows_are_one_group() -> None:
     assert V1.config({NAME: weight(IntxWeightOnly(4))}, ())["group_size"] == -1
     again = through(AWQ, weight(IntxWeightOnly(4)))
