@@ -26,6 +26,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "gram": lambda w: (w.T @ w - torch.eye(64)).square().sum(),
     "gram-of-rows": lambda w: torch.einsum("nk,mk->nm", w, w),
     "inner": lambda w: torch.inner(w, w),
+    "inner-of-number": lambda w: torch.inner(torch.tensor(2.0), w),
     "linear": lambda w: nn.functional.linear(w, w),
     "three": lambda w: torch.einsum("bk,nk,n->b", torch.ones(3, 64), w, torch.ones(96)),
     "rows": lambda w: torch.einsum("nk->n", w),
@@ -58,6 +59,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "index": lambda w: w.__setitem__(w.abs() > 0.05, 0.0),
     "renorm": lambda w: w.renorm_(2, 0, 0.1),
     "sign": lambda w: w.sign_(),
+    "flat": lambda w: w.view(-1).clamp_(min=-0.01),
+    "flat-sign": lambda w: w.view(-1).sign_(),
     "smallest": lambda w: w.clamp_min_(0),
     "add": lambda w: w.index_add_(0, torch.tensor([1, 1]), torch.ones(2, 64)),
     "addmm": lambda w: w.addmm_(torch.ones(96, 2), torch.ones(2, 64)),
@@ -129,6 +132,17 @@ def test_a_write_changes_the_weight_and_is_counted(name: str) -> None:
         error = (weight.detach().master() - plain.detach()).norm() / plain.detach().norm()
         most = {"int8": 0.02, "int4": 0.2}.get(name, 1e-6)
         assert error <= most, (what, error)
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_reads_have_the_dtype_of_the_weight(name: str) -> None:
+    weight: Any = made(name)[0].inner.weight
+    for dtype in (torch.bfloat16, torch.float64):
+        cast = weight.to(dtype)
+        for read in (torch.exp, torch.sum, torch.sort):
+            found = read(cast)
+            assert (found if isinstance(found, Tensor) else found.values).dtype is dtype
+        assert torch.softmax(weight, 1, dtype=dtype).dtype is dtype
 
 
 @pytest.mark.parametrize("name", ["int8-products", "int8", "bitnet", "qat"])

@@ -80,6 +80,9 @@ def _einsum(low: type, equation: Any, *operands: Any) -> Tensor:
 
 def _inner(low: type, input: Any, other: Any) -> Tensor:
     """torch.inner."""
+    if not (input.ndim and other.ndim):
+        product: Tensor = input * other
+        return product
     return _tensordot(low, input, other, ([input.ndim - 1], [other.ndim - 1]))
 
 

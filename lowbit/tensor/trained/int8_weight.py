@@ -268,6 +268,8 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return codes.view(self.shape), scale.view(self.scale.shape)
 
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+        if self.flat_from is not None:
+            return self._with(shape=self.flat_from)._encode(values.view(self.flat_from))
         if self.transposed:
             return self._transposed()._encode(values.transpose(-2, -1))
         codes, scale = self._rounded(values)

@@ -115,7 +115,7 @@ class MasterWeightTensor(TrainableTensor):
         return self.weight
 
     def whole(self, changes: bool) -> Tensor:
-        return _master(self)
+        return _master(self) if changes else _in_its_dtype(self)
 
     def write_whole(self, values: Tensor) -> None:
         """`values` are the master's memory."""
@@ -214,7 +214,8 @@ class MasterWeightTensor(TrainableTensor):
 @MasterWeightTensor.implements(*INITIALISE, *UPDATE, *READ)
 def _on_the_master(func: Any, args: Any, kwargs: Any) -> Any:
     is_mutable = func._schema.is_mutable
-    value = _master if is_mutable or torch.compiler.is_compiling() or not in_forward() else _seen
+    reads = _in_its_dtype if torch.compiler.is_compiling() or not in_forward() else _seen
+    value = _master if is_mutable else reads
     result = func(*tree_map(value, args), **tree_map(value, kwargs))
     changes_weight = is_mutable and isinstance(args[0], MasterWeightTensor)
     return args[0] if changes_weight else result
@@ -242,6 +243,12 @@ def _master(x: Any) -> Any:
         return x
     found = x.master().mT if x.transposed else x.master()
     return found if x.flat_from is None else found.reshape(-1)
+
+
+def _in_its_dtype(x: Any) -> Any:
+    """The master in the dtype that the weight shows: `.double()` and the like leave the master as it is."""
+    found = _master(x)
+    return found if found is x else found.to(x.dtype)
 
 
 def _seen(x: Any) -> Any:
