@@ -145,6 +145,15 @@ def test_reads_have_the_dtype_of_the_weight(name: str) -> None:
         assert torch.softmax(weight, 1, dtype=dtype).dtype is dtype
 
 
+@pytest.mark.parametrize("name", TRAINED)
+def test_shards_that_are_padded_below_autograd_keep_their_class(name: str) -> None:
+    """DTensor pads those with fewer rows before it gathers. Ranks whose shards stay must send the same tensors."""
+    weight: Any = made(name)[0].inner.weight.detach()
+    with torch._C._AutoDispatchBelowAutograd():
+        padded = nn.functional.pad(weight, (0, 0, 0, 1))
+    assert type(padded) is type(weight) and padded.shape == (97, 64)
+
+
 @pytest.mark.parametrize("name", ["int8-products", "int8", "bitnet", "qat"])
 def test_the_weight_multiplies_from_the_left(name: str) -> None:
     model, _ = made(name)

@@ -518,11 +518,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             fn = ancestor.__dict__.get("_ops", {}).get(func)
             if fn is not None:
                 return fn(func, args, kwargs or {})
-        if torch.is_inference_mode_enabled():
-            # Composite operations arrive whole, because autograd, which decomposes them, is off.
-            result = func.decompose(*args, **(kwargs or {}))
-            if result is not NotImplemented:
-                return result
+        # Composite operations arrive whole where autograd, which decomposes them, is off: in inference mode, and below
+        # DTensor, which pads shards of unequal sizes by aten.pad.
+        result = func.decompose(*args, **(kwargs or {}))
+        if result is not NotImplemented:
+            return result
         missing = NotImplementedError(f"{cls.__name__} does not implement {func}; {cls.way_out}")
         return cls._unimplemented(func, args, kwargs or {}, missing)
 
