@@ -38,14 +38,14 @@ class CommonOptions(TypedDict, total=False):
             of other weights is lost. False: all of it is lost. "8bit": the bits below a bfloat16 weight are kept in one
             more byte of state, so that it behaves as a weight of 24 bits. "16bit": in two more bytes, so that it is a
             float32 weight. Steps are those of float32 weights to the bit, with states in any format; the bfloat16
-            weight is the nearest, and a tie goes away from zero. Neither together with `bf16_stochastic_round`.
-            "momentum": it goes into the momentum, which moves the weight later (ECO, arXiv 2601.22101), and takes no
-            memory. This is for bfloat16, `Int8Weight` and `Int4Weight`, and for AdamW, Adam, AdEMAMix and SGD with
-            momentum. All of them are rounded stochastically, whatever `bf16_stochastic_round` says: to nearest, a
-            weight would lag behind by up to beta / (2 - 2 beta) roundings. While the learning rate is below a tenth of
-            the group's first one (a scheduler's `initial_lr`, else the rate with which the group was added), only a
-            part of an error goes there, so that a rate that rises again, as at a restart, does no harm. Other weights
-            are unaffected.
+            weight is the nearest, and a tie goes away from zero. Neither together with `bf16_stochastic_round`. Other
+            weights are treated as with None. "momentum": it goes into the momentum, which moves the weight later (ECO,
+            arXiv 2601.22101), and takes no memory. This is for bfloat16, `Int8Weight` and `Int4Weight`, and for AdamW,
+            Adam, AdEMAMix and SGD with momentum. All of them are rounded stochastically, whatever
+            `bf16_stochastic_round` says: to nearest, a weight would lag behind by up to beta / (2 - 2 beta) roundings.
+            While the learning rate is below a tenth of the group's first one (a scheduler's `initial_lr`, else the rate
+            with which the group was added), only a part of an error goes there, so that a rate that rises again, as at
+            a restart, does no harm. Other weights are unaffected.
         max_grad_norm: scale the gradients of a step to at most this norm over all of them (and all ranks), as
             `torch.nn.utils.clip_grad_norm_` does, but inside the step: `.grad` stays as it is. None (never) by default.
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step

@@ -132,6 +132,12 @@ def test_a_copied_row_reads_like_a_tensor_and_takes_no_writes(case) -> None:
     assert not own.any()
 
 
+def test_a_number_of_a_copied_row_is_formatted() -> None:
+    t = AffineTensor.from_float(torch.randn(4, 32), Int8WeightOnly())
+    assert f"{t[1][2]:.3f} {t[1, 2]:6.2e}" == f"{t[1][2].item():.3f} {t[1, 2].item():6.2e}"
+    assert f"{t[1]}" == str(t[1])
+
+
 def test_a_copied_row_is_pickled_as_the_plain_tensor() -> None:
     row = AffineTensor.from_float(torch.randn(8, 32), Int4WeightOnly(32))[3]
     assert type(pickle.loads(pickle.dumps(row))) is Tensor

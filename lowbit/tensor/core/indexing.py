@@ -42,6 +42,10 @@ class RowCopy(Tensor):
                 return result.as_subclass(RowCopy)
             return result
 
+    def __format__(self, spec: str) -> str:
+        """Formats one number as Python does, as a plain tensor."""
+        return object.__format__(self, spec) if self.ndim else format(self.item(), spec)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickles as a plain tensor."""
         with torch._C.DisableTorchFunctionSubclass():
