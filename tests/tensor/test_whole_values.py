@@ -134,6 +134,20 @@ def test_a_write_changes_the_weight_and_is_counted(name: str) -> None:
         assert error <= most, (what, error)
 
 
+@pytest.mark.parametrize("name", ["int8", "qat", "qat-int8"])
+@torch.no_grad()
+def test_writes_to_a_flat_copy_of_the_transpose_reach_the_copy(name: str) -> None:
+    weight: Any = made(name)[0].inner.weight.detach()
+    before = weight.master().clone()
+    for write in (lambda t: t.clamp_(min=0), lambda t: t.masked_fill_(t >= 0, 1.0)):
+        flat = weight.t().flatten()
+        write(flat)
+        expected = before.t().flatten()
+        write(expected)
+        torch.testing.assert_close(flat * 1, expected, rtol=0.2, atol=0.02)
+    assert torch.equal(weight.master(), before)
+
+
 @pytest.mark.parametrize("name", TRAINED)
 def test_reads_have_the_dtype_of_the_weight(name: str) -> None:
     weight: Any = made(name)[0].inner.weight

@@ -118,7 +118,9 @@ class MasterWeightTensor(TrainableTensor):
         return _master(self) if changes else _in_its_dtype(self)
 
     def write_whole(self, values: Tensor) -> None:
-        """`values` are the master's memory."""
+        """`values` are the master's memory, except for a flat weight that is transposed."""
+        if self.transposed and self.flat_from is not None:
+            self.master().mT.copy_(values.view(self.flat_from))
 
     def updated_in_place(self) -> Tensor | None:
         return self.weight
@@ -216,9 +218,12 @@ def _on_the_master(func: Any, args: Any, kwargs: Any) -> Any:
     is_mutable = func._schema.is_mutable
     reads = _in_its_dtype if torch.compiler.is_compiling() or not in_forward() else _seen
     value = _master if is_mutable else reads
-    result = func(*tree_map(value, args), **tree_map(value, kwargs))
-    changes_weight = is_mutable and isinstance(args[0], MasterWeightTensor)
-    return args[0] if changes_weight else result
+    own = tree_map(value, args)
+    result = func(*own, **tree_map(value, kwargs))
+    if is_mutable and isinstance(args[0], MasterWeightTensor):
+        args[0].write_whole(own[0])
+        return args[0]
+    return result
 
 
 @MasterWeightTensor.implements(
