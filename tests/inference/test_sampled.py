@@ -151,3 +151,42 @@ def test_models_that_do_not_predict_the_next_token_are_refused(decoder: Decoder)
         sampled_batches(decoder)
     with pytest.raises(TypeError, match="module"):
         sampled_batches("model")  # type: ignore[arg-type]
+
+
+class Seq2Seq(Decoder):
+    def forward(self, ids: Tensor, targets: Tensor | None = None) -> Tensor:
+        raise RuntimeError("give targets")
+
+
+class Headless(Decoder):
+    def forward(self, ids: Tensor) -> Any:
+        return {"last_hidden_state": self.embedding(ids)}
+
+
+class Glance(Decoder):
+    """Logits that depend on the last token by less than a hundredth, as at the start of training."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = super().forward(ids)
+        return y + 0.004 * y.abs().max() * ids[:, -1:, None].clamp(max=1)
+
+
+def test_models_without_logits_for_ids_are_refused_by_the_reason() -> None:
+    with pytest.raises(ValueError, match=r"Seq2Seq gives no logits for ids alone \(give targets\)"):
+        sampled_batches(Seq2Seq())
+    with pytest.raises(ValueError, match=r"Headless gives hidden states.*no output head"):
+        sampled_batches(Headless())
+
+
+def test_a_small_share_of_later_tokens_is_refused() -> None:
+    torch.manual_seed(0)
+    with pytest.raises(ValueError, match="Glance depend on later tokens"):
+        sampled_batches(Glance())
+
+
+def test_more_tokens_than_positions_are_refused(decoder: Decoder) -> None:
+    config: Any = type("Config", (), {"max_position_embeddings": 64})()
+    decoder.config = config
+    assert sampled_batches(decoder, 2, 64)[0].shape == (2, 64)
+    with pytest.raises(ValueError, match="length is 512; Decoder takes 2 to 64 tokens"):
+        sampled_batches(decoder, 2)

@@ -22,11 +22,15 @@ from torch import Tensor, nn
 from lowbit.convert import check_module
 from lowbit.numerics.whole_number import check_whole
 from lowbit.progress import progress
-from lowbit.tracing.batches import call, eval_mode, output_tensor
+from lowbit.tracing.batches import call, entry, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import without_cache
 
-_SAME = 1e-2
-"""The share of the largest logit by which logits may change with a later token: float rounding in other kernels."""
+_SAME = 1e-3
+"""The share of the largest logit by which logits may change with a later token, where two units in the last place of
+their dtype are not more: float rounding in other kernels."""
+
+_OTHERS = "accepted: a causal language model, which maps ids [B, T] to logits [B, T, V]; calibrate others by batches of "
+_OTHERS += "their own"
 
 
 @torch.no_grad()
@@ -62,14 +66,18 @@ def sampled_batches(
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: numbers that are not whole or too small; a `first` that is not a token; a model that gives something
-            else than logits, or whose logits depend on later tokens.
+        ValueError: numbers that are not whole or too small; a `first` that is not a token; a `length` beyond
+            `model.config.max_position_embeddings`; a model that does not take ids alone or gives something else than
+            logits, or whose logits depend on later tokens.
     """
     check_module(model)
     numbers = {"sequences": sequences, "batch_size": batch_size, "rounds": rounds}
     for name, value in numbers.items():
         check_whole(name, value)
     check_whole("length", length, least=2)
+    longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    if isinstance(longest, int) and 2 <= longest < length:
+        raise ValueError(f"length is {length}; {type(model).__name__} takes 2 to {longest} tokens")
     check_whole("seed", seed, least=0)
     rounds = min(rounds, length - 1)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -109,20 +117,24 @@ def _vocabulary(model: nn.Module, device: torch.device) -> int:
     """How many tokens the model knows. Raises ValueError for a model that does not predict the next one."""
     name = type(model).__name__
     pairs = torch.tensor([[0, 0], [0, 1]], device=device)
-    logits: Any = output_tensor(call(model, pairs))
+    try:
+        output = call(model, pairs)
+        logits = output_tensor(output)
+    except Exception as error:
+        raise ValueError(f"{name} gives no logits for ids alone ({error}); {_OTHERS}") from error
+    if entry(output, "logits") is None and entry(output, "last_hidden_state") is not None:
+        raise ValueError(f"{name} gives hidden states, for it has no output head; {_OTHERS}")
     if logits.ndim != 3 or logits.shape[:2] != pairs.shape or not logits.is_floating_point():
         raise ValueError(
             f"{name} gives {logits.dtype} of shape {tuple(logits.shape)} for ids of shape {tuple(pairs.shape)}; "
-            "accepted: a language model, which gives logits [B, T, V]; calibrate others by batches of their own"
+            f"{_OTHERS}"
         )
     one, other = logits[:, 0].float()
     if not bool(logits.isfinite().all()):
         raise ValueError(f"{name} gives logits with NaN or infinite values; load its weights first")
-    if float((one - other).abs().max()) > _SAME * float(one.abs().max()):
-        raise ValueError(
-            f"the logits of {name} depend on later tokens, so it does not predict the next one; accepted: a causal "
-            "language model; calibrate others by batches of their own"
-        )
+    same = max(_SAME, 2 * torch.finfo(logits.dtype).eps)
+    if float((one - other).abs().max()) > same * float(one.abs().max()):
+        raise ValueError(f"the logits of {name} depend on later tokens, so it does not predict the next one; {_OTHERS}")
     return int(logits.shape[-1])
 
 
