@@ -145,7 +145,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
     _fused: FusedStep | None = None  # of the last step
     _in_backward: Any = None  # the handle of step_in_backward
     _checked: Sequence[Any] = ()  # the options of all groups, as they were checked last
-    _first_rates: Sequence[float] = ()  # of the groups, when they were added
 
     def __init_subclass__(cls, *, state: str | None = None, **kwargs: Any) -> None:
         """`state` sets `default_state`: a variant of an optimizer is a class with this one difference."""
@@ -246,19 +245,13 @@ class LowbitOptimizer(torch.optim.Optimizer):
         return _made_rule(self.hyper_names, prepare, turned + update, compensate)
 
     def least_rate(self, group: dict[str, Any]) -> float:
-        """The learning rate below which errors go into the momentum as at this one: `RETURN_SHARE` of the group's
-        first rate, which is `initial_lr` under a scheduler of torch, and otherwise that with which the group was added.
+        """The learning rate below which errors go into the momentum as at this one: `RETURN_SHARE` of the largest rate
+        of the group so far, that with which it was added among them. A rate on a device is read only then.
         """
-        rate = group.get("initial_lr")
-        if rate is None:
-            pairs = zip(self.param_groups, self._first_rates, strict=False)
-            rate = next((first for own, first in pairs if own is group), 0.0)
-        elif isinstance(rate, Tensor):
-            read: dict[int, tuple[Tensor, float]] = self.__dict__.setdefault("_read_rates", {})
-            if id(rate) not in read:  # once, because the host waits for a device
-                read[id(rate)] = rate, _read(rate)
-            rate = read[id(rate)][1]
-        return RETURN_SHARE * rate
+        rate = group["lr"]
+        if not isinstance(rate, Tensor) or rate.device.type == "cpu":
+            group["largest_lr"] = max(group["largest_lr"], float(rate))
+        return RETURN_SHARE * group["largest_lr"]
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that is not accepted; put options into their normal form."""
@@ -341,7 +334,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
             check_shared(param_group, self.param_groups)
         super().add_param_group(param_group)
         self._checked = [*self._checked, *self._options_of(self.param_groups[-1:])]
-        self._first_rates = [*self._first_rates, _read(self.param_groups[-1]["lr"])]
+        self.param_groups[-1].setdefault("largest_lr", _read(self.param_groups[-1]["lr"]))
 
     # ---- the step -------------------------------------------------------------------------------------------
 
@@ -612,14 +605,11 @@ class LowbitOptimizer(torch.optim.Optimizer):
             made["weight_correction"] = states.correction_like(group, param, kept)
         return made
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "_first_rates": self._first_rates}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._fused, self.stepped_by = None, SteppedBy()
-        if len(self._first_rates) != len(self.param_groups):  # of a state made by other code
-            self._first_rates = [_read(group["lr"]) for group in self.param_groups]
+        for group in self.param_groups:  # of a state made by other code
+            group.setdefault("largest_lr", _read(group["lr"]))
 
     def state_bytes(self) -> int:
         """Bytes that the states take on this rank now. States are created at the first step."""

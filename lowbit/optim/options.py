@@ -43,9 +43,9 @@ class CommonOptions(TypedDict, total=False):
             arXiv 2601.22101), and takes no memory. This is for bfloat16, `Int8Weight` and `Int4Weight`, and for AdamW,
             Adam, AdEMAMix and SGD with momentum. All of them are rounded stochastically, whatever
             `bf16_stochastic_round` says: to nearest, a weight would lag behind by up to beta / (2 - 2 beta) roundings.
-            While the learning rate is below a tenth of the group's first one (a scheduler's `initial_lr`, else the rate
-            with which the group was added), only a part of an error goes there, so that a rate that rises again, as at
-            a restart, does no harm. Other weights are unaffected.
+            While the learning rate is below a tenth of the group's largest one so far (its `largest_lr`), only a part
+            of an error goes there, so that a rate that rises again, as at a restart, does no harm. Other weights are
+            unaffected.
         max_grad_norm: scale the gradients of a step to at most this norm over all of them (and all ranks), as
             `torch.nn.utils.clip_grad_norm_` does, but inside the step: `.grad` stays as it is. None (never) by default.
         skip_nonfinite: a step whose gradients hold a NaN or an infinity changes nothing: no weight, state or step

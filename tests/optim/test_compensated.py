@@ -219,7 +219,7 @@ def test_float32_weights_are_left_alone():
 # ---- rates that fall and rise ---------------------------------------------------------------------------------
 
 
-def fitted(kind, choice, rate_at):
+def fitted(kind, choice, rate_at, first=3e-3):
     """The losses of a small network whose first layer has low-bit weights, with the rates `rate_at(step)`."""
     torch.manual_seed(0)
     target, model = (
@@ -229,7 +229,7 @@ def fitted(kind, choice, rate_at):
         model.bfloat16()
     else:
         lowbit.train.prepare_(model, Int8Weight() if kind == "int8" else Int4Weight())
-    optimizer = optim.AdamW8bit(model.parameters(), lr=3e-3, weight_correction=choice)
+    optimizer = optim.AdamW8bit(model.parameters(), lr=first, weight_correction=choice)
     losses = []
     for step in range(240):
         optimizer.param_groups[0]["lr"] = rate_at(step)
@@ -242,14 +242,14 @@ def fitted(kind, choice, rate_at):
     return torch.tensor(losses)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_warm_restart_does_no_harm(kind):
-    """A rate that falls to nearly 0 and jumps back, as under torch's CosineAnnealingWarmRestarts."""
+@pytest.mark.parametrize("kind, first", [*((kind, 3e-3) for kind in KINDS), ("int4", 0.0)])
+def test_a_warm_restart_does_no_harm(kind, first):
+    """A rate that falls to nearly 0 and jumps back, as under torch's CosineAnnealingWarmRestarts, or set by hand."""
 
     def rate_at(step):
         return 3e-3 * (1 + math.cos(math.pi * (step % 120) / 120)) / 2
 
-    into_momentum, lost = fitted(kind, "momentum", rate_at), fitted(kind, False, rate_at)
+    into_momentum, lost = fitted(kind, "momentum", rate_at, first), fitted(kind, False, rate_at)
     assert into_momentum[120:150].max() < 1.1 * lost[120:150].max()
     assert into_momentum[-20:].mean() < 1.02 * lost[-20:].mean()
 
@@ -289,23 +289,32 @@ def test_a_share_of_an_error_at_a_low_rate(cls, options):
     assert relative(injected[1], 0.1 * injected[0]) < 1e-3
 
 
-def test_the_first_rate_of_a_group(device):
+def test_the_largest_rate_of_a_group(device):
     def added(lr):
         return {"params": weights("bf16", device), "lr": lr}
 
     lr = torch.tensor(2e-3, device=device)
-    optimizer = compensated(optim.AdamW8bit, [added(1e-2), added(lr)])
-    lr.fill_(0.5)
-    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer = compensated(optim.AdamW8bit, [added(1e-2), added(lr), added(0.0)])
+    optimizer.param_groups[0]["lr"] = 1e-5
+    optimizer.param_groups[2]["lr"] = 0.5
     for made in (optimizer, copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
         found = [made.least_rate(group) for group in made.param_groups]
-        assert found == pytest.approx([1e-3, 2e-4])
-    optimizer.add_param_group(added(4e-3))
-    torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.5)
-    found = [optimizer.least_rate(group) for group in optimizer.param_groups]
-    assert found == pytest.approx([0.05, 0.05, 4e-4])
+        assert found == pytest.approx([1e-3, 2e-4, 0.05])
+    optimizer.param_groups[2]["lr"] = 1e-5
+    other = compensated(optim.AdamW8bit, [added(1e-4), added(1e-4), added(1e-4)])
+    other.load_state_dict(optimizer.state_dict())
+    found = [other.least_rate(group) for group in other.param_groups]
+    assert found == pytest.approx([1e-3, 2e-4, 0.05])
     later = compensated(optim.AdamW8bit, [added(lr.fill_(0.3))])
     assert later.least_rate(later.param_groups[0]) == pytest.approx(0.03)
+
+
+def test_a_rate_on_a_cpu_is_read_at_each_step():
+    lr = torch.tensor(2e-3)
+    optimizer = compensated(optim.AdamW8bit, weights("bf16"), lr=lr)
+    lr.fill_(0.5)
+    (group,) = optimizer.param_groups
+    assert optimizer.least_rate(group) == pytest.approx(0.05)
 
 
 def test_a_group_keeps_its_rules():
