@@ -145,6 +145,9 @@ class Format(ABC):
     holds_custom: ClassVar[bool] = False
     """True if loaders of this format take quantized weights of modules of transformers besides nn.Linear. Most loaders
     replace each nn.Linear, and leave the random start values in such a weight."""
+    holds_float32: ClassVar[bool] = True
+    """False if transformers' loader of this format takes layers that a model keeps in float32, such as T5's `wo`, in
+    high precision."""
     holds_stacks: ClassVar[bool] = False
     """True if loaders of this format take the weights of all experts of a layer as one tensor."""
     holds_experts: ClassVar[bool] = False

@@ -43,6 +43,7 @@ _LAYOUT = IntegerLayout(8, None, False)
 
 class BitsandbytesInt8(Format):
     name = "bitsandbytes-int8"
+    holds_float32 = False
     scale_dtype = torch.bfloat16  # the constant of the package does not change its values
 
     def reads(self, config: Mapping[str, Any]) -> bool:
@@ -101,7 +102,7 @@ class BitsandbytesInt8(Format):
             "load_in_8bit": True,
             "load_in_4bit": False,
             "llm_int8_threshold": 0.0 if rounds == {True} else 6.0,
-            "llm_int8_skip_modules": sorted(plain) or None,
+            "llm_int8_skip_modules": sorted(plain),
             "llm_int8_has_fp16_weight": False,
             "llm_int8_enable_fp32_cpu_offload": False,
         }

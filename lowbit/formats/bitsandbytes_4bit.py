@@ -56,6 +56,7 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 class Bitsandbytes4bit(Format):
     name = "bitsandbytes-4bit"
+    holds_float32 = False
     marks = len(TABLES)
 
     def reads(self, config: Mapping[str, Any]) -> bool:
@@ -155,7 +156,7 @@ class Bitsandbytes4bit(Format):
             ),
             "bnb_4bit_compute_dtype": dtypes.pop() if len(dtypes) == 1 else "float32",
             "bnb_4bit_quant_storage": "uint8",
-            "llm_int8_skip_modules": sorted(plain) or None,
+            "llm_int8_skip_modules": sorted(plain),
             "llm_int8_enable_fp32_cpu_offload": False,
             "llm_int8_has_fp16_weight": False,
             "llm_int8_threshold": 6.0,

@@ -32,6 +32,9 @@ _CACHED |= {"kv_scale", "prob_scale"}
 TRANSPOSED = {"gpt2", "openai-gpt", "imagegpt", "decision_transformer"}
 """Models whose linears are Conv1D. These store [K, N], so groups would run along the outputs."""
 
+_FLOAT32 = dict.fromkeys(("t5", "mt5", "umt5", "udop", "pop2piano"), "wo") | {"blip-2": "qformer"}
+"""The modules with linears that transformers keeps in float32 in models of a type (`_keep_in_fp32_modules`)."""
+
 
 def is_embedding(layer: str) -> bool:
     """True if a module of this name is an embedding in published models, also one of a list of them."""
@@ -39,6 +42,11 @@ def is_embedding(layer: str) -> bool:
     if "embed" in last and last != "embed_out":
         return not any(part in last for part in _LINEARS_OF_EMBEDDINGS)
     return last in _EMBEDDINGS or last.endswith(_ENDS_OF_EMBEDDINGS)
+
+
+def is_kept_in_float32(config: Mapping[str, Any], layer: str) -> bool:
+    """True for a layer that transformers keeps in float32 in a model of this config.json, as the `wo` of T5."""
+    return _FLOAT32.get(str(config.get("model_type"))) in layer.split(".")
 
 
 def is_cache_scale(name: str) -> bool:

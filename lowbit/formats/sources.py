@@ -11,9 +11,10 @@ from torch import Tensor
 
 from lowbit.tensor.core.base import LowbitTensor
 
-Holder = Literal["linear", "embedding", "custom", "other"]
+Holder = Literal["linear", "float32", "embedding", "custom", "other"]
 """The kind of the module that holds a tensor. "custom": a matrix of a module of transformers that multiplies by it in a
-way of its own, such as Conv1D, which stores [inputs, outputs], and routers."""
+way of its own, such as Conv1D, which stores [inputs, outputs], and routers. "float32": a linear that transformers keeps
+in float32, such as T5's `wo`."""
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import os
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from lowbit.formats.gguf.file import GgufFile, GgufWriter
 from lowbit.formats.gguf.format import Gguf
 from lowbit.formats.gguf.mixes import gguf_mix
 from lowbit.formats.heap import Trimmed
-from lowbit.formats.layer_names import heads_without_weights
+from lowbit.formats.layer_names import heads_without_weights, is_kept_in_float32
 from lowbit.formats.like import MOST_REFUSED, Likeness, write_like
 from lowbit.formats.merged import MergedLayers, Ready
 from lowbit.formats.module import ModelSource, config_of, refuse_adapters
@@ -351,7 +352,7 @@ def _write_all(
     for item, stored, meta in walk(source, target, lossy, f"writing {target.name}"):
         if meta is not None:
             weights[item.name] = meta
-        elif item.holder == "linear":
+        elif item.holder in ("linear", "float32"):
             plain.add(layer_of(item.name))
         shards.add(stored, item.name, meta)
         report.enter(item, sum(t.nbytes for t in stored.values()))
@@ -404,6 +405,8 @@ def _ready(
     """For each item its name, its size, and a call that gives all that can now be written, or raises FormatError."""
 
     def of(item: Item) -> list[Ready]:
+        if is_kept_in_float32(source.config, layer_of(item.name)) and item.holder == "linear":
+            item = replace(item, holder="float32")
         try:
             found, parts = _in_format(item, target, lossy)
         except FormatError:
@@ -460,6 +463,11 @@ def _check_place(item: Item, target: Format) -> None:
         raise FormatError(
             f"it belongs not to an nn.Linear but to a module of transformers, such as Conv1D or a router, and loaders "
             f"of {target.name} would leave it random; lowbit.export(…, format='lowbit') holds it"
+        )
+    if item.holder == "float32" and not target.holds_float32:
+        raise FormatError(
+            f"transformers keeps this layer in float32 in such a model, and its loader of {target.name} takes it in high "
+            "precision; leave it out by a pattern"
         )
     target.stored_name(item.name, "weight")  # refuses names that the format has no place for
 

@@ -108,3 +108,35 @@ def test_a_folder_that_bitsandbytes_makes(tmp_path: Path) -> None:
             wanted = _of_bitsandbytes(modules[name.removesuffix(".weight")])
             torch.testing.assert_close(t.dequantize(), wanted, rtol=2**-7, atol=0)
             assert (t.dequantize() != wanted).float().mean() < 1e-3
+
+
+def test_a_head_in_low_bits_that_bitsandbytes_reads(tmp_path: Path) -> None:
+    """Without a list of skipped layers transformers skips the head."""
+    pytest.importorskip("bitsandbytes")
+    model = llama(tie_word_embeddings=False)
+    lowbit.quantize_(model, Int8WeightOnly())
+    assert isinstance(model.lm_head.weight, LowbitTensor)
+    lowbit.export(model, tmp_path / "out", "bitsandbytes-int8")
+    assert_same_values(loaded(tmp_path / "out"), model, _of_bitsandbytes)
+
+
+def test_layers_that_transformers_keeps_in_float32(tmp_path: Path) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes")
+    torch.manual_seed(0)
+    sizes = {"d_model": 64, "d_ff": 128, "d_kv": 16, "num_heads": 4, "vocab_size": 64}
+    config = transformers.T5Config(num_layers=1, decoder_start_token_id=0, **sizes)
+    plain = transformers.T5ForConditionalGeneration(config)
+    plain.save_pretrained(tmp_path / "plain")
+    scheme = {"shared": None, "lm_head": None, "*": lowbit.NF4WeightOnly(64)}
+    with pytest.raises(lowbit.formats.FormatError, match=r"wo.weight: transformers keeps this"):
+        lowbit.export(tmp_path / "plain", tmp_path / "out", "bitsandbytes-4bit", scheme=scheme)
+    model = type(plain).from_pretrained(tmp_path / "plain")
+    lowbit.quantize_(model, scheme)
+    with pytest.raises(lowbit.formats.FormatError, match="leave it out by a pattern"):
+        lowbit.export(model, tmp_path / "out", "bitsandbytes-4bit")
+    lowbit.quantize_(plain, {"*.wo": None, **scheme})
+    lowbit.export(plain, tmp_path / "out", "bitsandbytes-4bit")
+    found = type(plain).from_pretrained(tmp_path / "out")
+    weight = found.encoder.block[0].layer[0].SelfAttention.q.weight
+    values = bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
+    assert torch.equal(values, plain.encoder.block[0].layer[0].SelfAttention.q.weight.dequantize())
