@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -49,6 +50,7 @@ READS: dict[str, Callable[[Tensor], Any]] = {
 WITHOUT_GRADIENT: dict[str, Callable[[Tensor], Any]] = {
     "histogram": lambda w: torch.histc(w.detach(), 10),
     "numpy": lambda w: torch.from_numpy(w.detach().cpu().numpy()),
+    "array": lambda w: torch.from_numpy(numpy.array(w.detach(), "float64")),
     "list": lambda w: torch.tensor(w.tolist()),
     "zeros": torch.count_nonzero,
     "close": lambda w: torch.tensor(torch.allclose(w, w)),
@@ -194,3 +196,11 @@ def test_views_stacks_and_changes_of_shape_stay_refused(name: str) -> None:
     ):
         with pytest.raises(NotImplementedError, match=r"filter_fn"):
             refused()
+
+
+def test_an_array_of_a_frozen_weight_is_refused_with_the_way_out() -> None:
+    weight: Any = lowbit.AffineTensor.from_float(torch.randn(8, 64), lowbit.Int8WeightOnly())
+    for refused in (weight.numpy, lambda: numpy.asarray(weight)):
+        with pytest.raises(NotImplementedError, match=r"AffineTensor does not become.*dequantize\(\)"):
+            refused()
+    assert (numpy.asarray(weight.dequantize()) == weight.dequantize().numpy()).all()

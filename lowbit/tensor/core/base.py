@@ -47,7 +47,7 @@ InnerShapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 _SPECIAL = {
     *(_SET_DATA, Tensor.share_memory_, Tensor.data_ptr, Tensor.is_shared, Tensor.__setitem__),
-    *(Tensor.is_contiguous, Tensor.numpy, Tensor.tolist),
+    *(Tensor.is_contiguous, Tensor.numpy, Tensor.__array__, Tensor.tolist),
     *(*READS, *CONTRACTIONS),
 }
 """The functions that need more than torch's own implementation."""
@@ -501,6 +501,8 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         # FSDP2 shards no parameter that is not contiguous. The experts of a transposed stack lie one after another.
         if func is Tensor.is_contiguous and not (args[1:] or kwargs) and is_turned_stack(args[0]):
             return True
+        if func in (Tensor.numpy, Tensor.__array__):
+            raise NotImplementedError(f"{cls.__name__} does not become an array of numpy; {cls.way_out}")
         if func is Tensor.__getitem__ and (at := index_in_graph(args[1])) is not None:
             return args[0][at][0]
         if func is Tensor.__setitem__ and isinstance(args[0], LowbitTensor) and write(*args):

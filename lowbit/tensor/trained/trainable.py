@@ -312,8 +312,8 @@ class TrainableTensor(LowbitTensor):
 
     @classmethod
     def _special(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        if func in (Tensor.numpy, Tensor.tolist):
-            return func(_read_whole(args[0]), **kwargs)
+        if func in (Tensor.numpy, Tensor.__array__, Tensor.tolist):
+            return func(_read_whole(args[0]), *args[1:], **kwargs)
         try:
             return super()._special(func, args, kwargs)
         except NoProduct:
