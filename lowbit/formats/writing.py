@@ -466,8 +466,8 @@ def _check_place(item: Item, target: Format) -> None:
         )
     if item.holder == "float32" and not target.holds_float32:
         raise FormatError(
-            f"transformers keeps this layer in float32 in such a model, and its loader of {target.name} takes it in high "
-            "precision; leave it out by a pattern"
+            f"transformers keeps this layer in float32 in such a model, and its loader of {target.name} takes it in "
+            "high precision; leave it out by a pattern"
         )
     target.stored_name(item.name, "weight")  # refuses names that the format has no place for
 

@@ -98,8 +98,8 @@ LEAST_RATE = 1e-30
 
 
 RETURN_SHARE = 0.1
-"""At learning rates below this share of a group's first one, rounding errors go into a momentum as at this share. A
-later rise to the first rate, as at a warm restart, multiplies them by 1 / RETURN_SHARE at most."""
+"""At learning rates below this share of a group's largest one so far, rounding errors go into a momentum as at this
+share. A later rise to that rate, as at a warm restart, multiplies them by 1 / RETURN_SHARE at most."""
 
 
 def check_common(group: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ With `weight_correction="momentum"` the error e of a weight, p before it is roun
 
     b = b + e * (1 - 1 / momentum) / max(lr, least_lr)      divided by momentum again with nesterov
 
-`least_lr` is a tenth of the group's first rate, see `lowbit.optim.adam`.
+`least_lr` is a tenth of the group's largest rate, see `lowbit.optim.adam`.
 
 Because states start at zero, the first step is the ordinary one without dampening.
 

@@ -201,6 +201,8 @@ def test_views_stacks_and_changes_of_shape_stay_refused(name: str) -> None:
 def test_an_array_of_a_frozen_weight_is_refused_with_the_way_out() -> None:
     weight: Any = lowbit.AffineTensor.from_float(torch.randn(8, 64), lowbit.Int8WeightOnly())
     for refused in (weight.numpy, lambda: numpy.asarray(weight)):
-        with pytest.raises(NotImplementedError, match=r"AffineTensor does not become.*dequantize\(\)"):
+        with pytest.raises(
+            NotImplementedError, match=r"AffineTensor does not become.*dequantize\(\)"
+        ):
             refused()
     assert (numpy.asarray(weight.dequantize()) == weight.dequantize().numpy()).all()

@@ -14,8 +14,6 @@ ones are draws too, but what comes before them has changed since.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
@@ -29,8 +27,8 @@ _SAME = 1e-3
 """The share of the largest logit by which logits may change with a later token, where two units in the last place of
 their dtype are not more: float rounding in other kernels."""
 
-_OTHERS = "accepted: a causal language model, which maps ids [B, T] to logits [B, T, V]; calibrate others by batches of "
-_OTHERS += "their own"
+_OTHERS = "accepted: a causal language model, which maps ids [B, T] to logits [B, T, V]; calibrate others by batches "
+_OTHERS += "of their own"
 
 
 @torch.no_grad()
@@ -134,7 +132,9 @@ def _vocabulary(model: nn.Module, device: torch.device) -> int:
         raise ValueError(f"{name} gives logits with NaN or infinite values; load its weights first")
     same = max(_SAME, 2 * torch.finfo(logits.dtype).eps)
     if float((one - other).abs().max()) > same * float(one.abs().max()):
-        raise ValueError(f"the logits of {name} depend on later tokens, so it does not predict the next one; {_OTHERS}")
+        raise ValueError(
+            f"the logits of {name} depend on later tokens, so it does not predict the next one; {_OTHERS}"
+        )
     return int(logits.shape[-1])
 
 

@@ -502,7 +502,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         if func is Tensor.is_contiguous and not (args[1:] or kwargs) and is_turned_stack(args[0]):
             return True
         if func in (Tensor.numpy, Tensor.__array__):
-            raise NotImplementedError(f"{cls.__name__} does not become an array of numpy; {cls.way_out}")
+            raise NotImplementedError(
+                f"{cls.__name__} does not become an array of numpy; {cls.way_out}"
+            )
         if func is Tensor.__getitem__ and (at := index_in_graph(args[1])) is not None:
             return args[0][at][0]
         if func is Tensor.__setitem__ and isinstance(args[0], LowbitTensor) and write(*args):
