@@ -56,6 +56,7 @@ from lowbit.optim.options import (
     Check,
     CommonOptions,
     check_common,
+    check_definition,
     check_nonnegative,
     check_number,
     check_options,
@@ -82,10 +83,6 @@ from lowbit.tensor.core.dtensor import local
 if TYPE_CHECKING:
     from lowbit.optim.step.fused import FusedStep
     from lowbit_kernels.elementwise.fused_step import Rule
-
-
-_OWN_STATES = {"step", "weight_correction"}
-"""Names that no moment may have."""
 
 
 def _read(rate: float | Tensor) -> float:
@@ -170,7 +167,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
         if defaults.get("state") is None:
             defaults["state"] = self.default_state
         self.check_group(defaults)
-        self._check_definition(defaults)
+        check_definition(self, defaults)
         self.stepped_by = SteppedBy()
         super().__init__(params, defaults)
 
@@ -265,51 +262,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
                 f"{', '.join(options) or 'any options'}; accepted: AdamW, "
                 "Adam and AdEMAMix with betas[0] above 0, SGD with a momentum above 0 and below 1, and Muon's groups "
                 "with use_muon=False. For others leave it out, or take weight_correction='16bit' for bfloat16 weights"
-            )
-
-    def _check_definition(self, group: dict[str, Any]) -> None:
-        """Raise TypeError for a subclass whose formula a step could not call. `group`: the default options."""
-        cls = type(self)
-        if not isinstance(getattr(cls, "moments", None), dict):
-            raise TypeError(
-                f"{cls.__name__} must name its states in `moments`, with whether their values have a sign, e.g. "
-                "{'momentum': True}; {} without states"
-            )
-        named = {**self.moments, **self.state_names(group)}
-        if taken := _OWN_STATES & named.keys():
-            raise TypeError(
-                f"{cls.__name__} names a state {taken.pop()!r}, which the base keeps itself; rename it"
-            )
-        if unknown := sorted(self.slow_moments - named.keys()):
-            raise TypeError(
-                f"{cls.__name__}.slow_moments {unknown} are none of its states {sorted(named)}"
-            )
-        formula = inspect.getattr_static(cls, "reference", None)
-        if not isinstance(formula, staticmethod):
-            raise TypeError(
-                f"{cls.__name__} must give its formula as a static method, reference(param, grad, <states>, *, "
-                "<options>)"
-            )
-        parameters = [*inspect.signature(formula.__func__).parameters.values()][2:]
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        names = {p.name for p in parameters}
-        missing = [name for name in self.state_names(group) if name not in names and not takes_any]
-        undefined = [
-            p.name
-            for p in parameters
-            if p.default is p.empty
-            and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
-            and p.name not in {*named, *group, "step"}
-        ]
-        if missing or undefined:
-            raise TypeError(
-                f"{cls.__name__}.reference takes {sorted(names)}: "
-                + (
-                    f"it lacks the states {missing}"
-                    if missing
-                    else f"{undefined} are neither states nor options"
-                )
-                + f"; states: {sorted(named)}, options: {sorted(group)}, and step"
             )
 
     # ---- groups ---------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ A check raises before anything has changed. Its message names the value, the acc
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -263,3 +264,55 @@ def check_param(name: str, param: Any) -> None:
         )
     accepted = ", ".join(str(dtype).removeprefix("torch.") for dtype in FLOATS)
     raise TypeError(f"{label} is {param.dtype}; accepted are {accepted}. Way out: {way_out}")
+
+
+# ---- the definition of an algorithm ------------------------------------------------------------------------
+
+OWN_STATES = {"step", "weight_correction"}
+"""Names that no moment may have."""
+
+
+def check_definition(optimizer: Any, group: dict[str, Any]) -> None:
+    """Raise TypeError for an optimizer of a class whose formula a step could not call. `group`: the default options."""
+    cls = type(optimizer)
+    if not isinstance(getattr(cls, "moments", None), dict):
+        raise TypeError(
+            f"{cls.__name__} must name its states in `moments`, with whether their values have a sign, e.g. "
+            "{'momentum': True}; {} without states"
+        )
+    named = {**optimizer.moments, **optimizer.state_names(group)}
+    if taken := OWN_STATES & named.keys():
+        raise TypeError(
+            f"{cls.__name__} names a state {taken.pop()!r}, which the base keeps itself; rename it"
+        )
+    if unknown := sorted(optimizer.slow_moments - named.keys()):
+        raise TypeError(
+            f"{cls.__name__}.slow_moments {unknown} are none of its states {sorted(named)}"
+        )
+    formula = inspect.getattr_static(cls, "reference", None)
+    if not isinstance(formula, staticmethod):
+        raise TypeError(
+            f"{cls.__name__} must give its formula as a static method, reference(param, grad, <states>, *, "
+            "<options>)"
+        )
+    parameters = [*inspect.signature(formula.__func__).parameters.values()][2:]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    names = {p.name for p in parameters}
+    missing = [name for name in optimizer.state_names(group) if name not in names and not takes_any]
+    undefined = [
+        p.name
+        for p in parameters
+        if p.default is p.empty
+        and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)
+        and p.name not in {*named, *group, "step"}
+    ]
+    if missing or undefined:
+        raise TypeError(
+            f"{cls.__name__}.reference takes {sorted(names)}: "
+            + (
+                f"it lacks the states {missing}"
+                if missing
+                else f"{undefined} are neither states nor options"
+            )
+            + f"; states: {sorted(named)}, options: {sorted(group)}, and step"
+        )
