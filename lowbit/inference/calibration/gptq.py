@@ -118,7 +118,7 @@ class GPTQ(Step):
             factor = None
         layer.values = self._rounded(layer, layer.weight if mask is None else aims, factor)
         layer.weight = given
-        if self.scales == "searched":
+        if is_searched:
             layer.grow()
 
     def _factor(self, layer: Layer, hessian: Tensor) -> Factor:
