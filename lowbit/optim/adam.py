@@ -28,8 +28,8 @@ and r as a factor. With its form a part of the order of lr * weight_decay / (1 -
 The term grows as 1 / lr. If the rate rises again, each step moves the weight by too much: after a warm restart from a
 rate near 0 the loss of a small network with int4 weights rose from 0.006 to 395. So below least_lr, a tenth of the
 group's largest rate (`LowbitOptimizer.least_rate`), a part of the error is lost, where weights hardly move. The term
-must not be clipped: most errors of stochastic rounding are small and of one sign, and the
-others are large, so clipping would leave a mean that moves weights faster.
+must not be clipped: most errors of stochastic rounding are small and of one sign, and the others are large, so clipping
+would leave a mean that moves weights faster.
 
 States in few bits
 ------------------

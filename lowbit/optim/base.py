@@ -245,10 +245,10 @@ class LowbitOptimizer(torch.optim.Optimizer):
         """The learning rate below which errors go into the momentum as at this one: `RETURN_SHARE` of the largest rate
         of the group so far, that with which it was added among them. A rate on a device is read only then.
         """
-        rate = group["lr"]
+        rate, largest = group["lr"], group.get("largest_lr", 0.0)  # groups may be set by hand
         if not isinstance(rate, Tensor) or rate.device.type == "cpu":
-            group["largest_lr"] = max(group["largest_lr"], float(rate))
-        return RETURN_SHARE * group["largest_lr"]
+            largest = group["largest_lr"] = max(largest, float(rate))
+        return RETURN_SHARE * largest
 
     def check_group(self, group: dict[str, Any]) -> None:
         """Raise for an option that is not accepted; put options into their normal form."""
