@@ -309,6 +309,14 @@ def test_the_largest_rate_of_a_group(device):
     assert later.least_rate(later.param_groups[0]) == pytest.approx(0.03)
 
 
+def test_a_group_that_was_set_by_hand():
+    params = weights("bf16")
+    optimizer = compensated(optim.AdamW8bit, params, lr=1e-3)
+    del optimizer.param_groups[0]["largest_lr"]
+    run(optimizer, params, 1)
+    assert optimizer.param_groups[0]["largest_lr"] == 1e-3
+
+
 def test_a_rate_on_a_cpu_is_read_at_each_step():
     lr = torch.tensor(2e-3)
     optimizer = compensated(optim.AdamW8bit, weights("bf16"), lr=lr)
