@@ -581,9 +581,15 @@ def _also_a_parameter(make: Callable[..., Any]) -> Any:
 
 
 def check_not_flat(tensor: LowbitTensor, what: str) -> None:
-    if tensor.flat_from is not None:
-        flat = f"{what} of a flattened view; view it as {tensor.flat_from} first"
-        raise tensor._unsupported(flat)
+    if (error := flat_error(tensor, what)) is not None:
+        raise error
+
+
+def flat_error(tensor: LowbitTensor, what: str) -> NotImplementedError | None:
+    """The error of an operation that no flattened view has; None for another tensor."""
+    if tensor.flat_from is None:
+        return None
+    return tensor._unsupported(f"{what} of a flattened view; view it as {tensor.flat_from} first")
 
 
 def check_weight(weight: Tensor, name: str = "weight") -> None:

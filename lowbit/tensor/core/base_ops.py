@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.numerics.packing import as_bytes
-from lowbit.tensor.core.base import LowbitTensor, aten, check_not_flat
+from lowbit.tensor.core.base import LowbitTensor, aten, check_not_flat, flat_error
 from lowbit.tensor.core.collectives import Concatenated
 from lowbit_kernels.runtime.library import contiguous_strides
 
@@ -148,9 +148,8 @@ def _select(func: Any, args: Any, kwargs: Any) -> Tensor | list[Any]:
 @_implements(aten.index_select.default, aten.index.Tensor)
 def _index(func: Any, args: Any, kwargs: Any) -> Any:
     self, dim, rows = args if func is aten.index_select.default else (args[0], 0, args[1][0])
-    if self.flat_from is not None:
-        flat = f"indexing of a flattened view; view it as {self.flat_from} first"
-        return self._unimplemented(func, args, kwargs, self._unsupported(flat))
+    if (error := flat_error(self, "indexing")) is not None:
+        return self._unimplemented(func, args, kwargs, error)
     has_one_index = func is aten.index_select.default or len(args[1]) == 1
     if self.transposed and self.ndim == 3:  # stacked experts, which dimension 0 selects
         return _index(func, (self._transposed(), *args[1:]), kwargs)._transposed()
