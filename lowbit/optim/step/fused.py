@@ -334,8 +334,8 @@ def options_of(optimizer: Any, group: dict[str, Any]) -> tuple[Any, ...]:
     """The options of a group that decide, together with a parameter, which kernel updates it."""
     names = ("fused", "bf16_stochastic_round", "weight_correction")
     stochastic = tuple(optimizer.stochastic(group).values())
-    rules = optimizer.kernel_rule(group), optimizer.kernel_rule(group, returns_errors=True)
-    return *rules, stochastic, *map(group.__getitem__, names)
+    rule = optimizer.kernel_rule(group, returns_errors=True)  # it has all that the other one has
+    return rule, stochastic, *map(group.__getitem__, names)
 
 
 def kernel_format(state: Tensor) -> str:
