@@ -27,7 +27,7 @@ import torch
 
 from lowbit import AffineTensor, IntxWeightOnly, TrainingScheme
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 

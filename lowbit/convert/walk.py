@@ -21,7 +21,8 @@ from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import TrainingScheme
-from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import CONVOLUTIONS, check_spec, matrix_shape
 from lowbit.tensor.frozen.turned import spec_of_linears

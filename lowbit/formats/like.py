@@ -39,7 +39,8 @@ from lowbit.formats.shards import equal_bits, same_values
 from lowbit.formats.sources import Item
 from lowbit.numerics.snr import snr
 from lowbit.progress import progress
-from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.requantize import requantize
 

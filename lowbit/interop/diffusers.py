@@ -26,7 +26,8 @@ from lowbit.interop.hf.config import METHOD, LowbitConfig
 from lowbit.interop.hf.in_memory import InMemory, in_parts, models_in
 from lowbit.interop.hf.plan import WeightChoice, plan
 from lowbit.layers.frozen import show_frozen
-from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 

@@ -59,7 +59,7 @@ from lowbit.qat.weights import (
 )
 from lowbit.schemes.mixed_precision import MixedPrecision
 from lowbit.schemes.training import IN_ATTENTION
-from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.trained.adapted import Adapters
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.joint import JointScales, is_joint, joint_parts

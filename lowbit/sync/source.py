@@ -34,7 +34,8 @@ from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.qat.exchange import prepared_targets
 from lowbit.qat.weights import converted_weight, in_order_of_linears, rounding_owner
-from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.core.dtensor import by_rows, largest_over_ranks, local, placed, placed_as
 from lowbit.tensor.core.regather import reshard
 from lowbit.tensor.core.state_dict import split

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import Entry, Report, Target, find_owners
 from lowbit.schemes.training import TrainingScheme
-from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.trained.trainable import TrainableTensor
 from lowbit.train.prepare import prepared_targets, replace_prepared

@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowbit as lb
 from lowbit.numerics import row_chunks
-from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.core.checks import check_weight
 from tests.schemes import SCHEMES, over
 
 SHAPES = {

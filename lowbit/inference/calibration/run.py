@@ -44,7 +44,7 @@ from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Layer, Start, Step
 from lowbit.layers.static_input import input_qparams, take_input
 from lowbit.progress import progress
-from lowbit.tensor.core.base import check_weight
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.requantize import write

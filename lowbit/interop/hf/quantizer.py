@@ -38,7 +38,8 @@ from lowbit.interop.hf.plan import WeightChoice, plan
 from lowbit.layers.frozen import show_frozen
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.core.base import LowbitTensor, check_weight
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 logger = logging.get_logger("transformers.lowbit")

@@ -1,8 +1,8 @@
 """The base of every low-bit tensor, and its answers to torch's protocols. Representations import this page.
 
-- `base`: the declarations of a representation, and what follows; `base_ops`: aten operations; `indexing`, `contracted`:
-  functions that take a tensor apart, or multiply by it in their own way; `reading`: the values of a weight that is
-  rounded later; `torchscript`: its refusal
+- `base`: the declarations of a representation, and what follows; `checks`: of weights and views; `base_ops`: aten
+  operations; `indexing`, `contracted`: functions that take a tensor apart, or multiply by it in their own way;
+  `reading`: the values of a weight that is rounded later; `torchscript`: its refusal
 - `pickled`, `state_dict`: the contents of files
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
@@ -13,8 +13,6 @@ from lowbit.tensor.core.base import CodesByRow as CodesByRow
 from lowbit.tensor.core.base import InnerShapes as InnerShapes
 from lowbit.tensor.core.base import LowbitTensor as LowbitTensor
 from lowbit.tensor.core.base import aten as aten
-from lowbit.tensor.core.base import check_not_flat as check_not_flat
-from lowbit.tensor.core.base import check_weight as check_weight
 from lowbit.tensor.core.base import count_change as count_change
 from lowbit.tensor.core.base import stored_shape as stored_shape
 from lowbit.tensor.core.base import written as written
@@ -22,6 +20,8 @@ from lowbit.tensor.core.base_ops import copy_ as copy_
 from lowbit.tensor.core.base_ops import looked_up as looked_up
 from lowbit.tensor.core.base_ops import product_below_autograd as product_below_autograd
 from lowbit.tensor.core.base_ops import to_copy as to_copy
+from lowbit.tensor.core.checks import check_not_flat as check_not_flat
+from lowbit.tensor.core.checks import check_weight as check_weight
 from lowbit.tensor.core.contracted import MATMULS as MATMULS
 from lowbit.tensor.core.contracted import NoProduct as NoProduct
 from lowbit.tensor.core.contracted import of_stack as of_stack

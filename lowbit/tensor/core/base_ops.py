@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.numerics.packing import as_bytes
-from lowbit.tensor.core.base import LowbitTensor, aten, check_not_flat, flat_error
+from lowbit.tensor.core.base import LowbitTensor, aten
+from lowbit.tensor.core.checks import check_not_flat, flat_error
 from lowbit.tensor.core.collectives import Concatenated
 from lowbit_kernels.runtime.library import contiguous_strides
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_map
 
 from lowbit.numerics.packing import as_bytes
-from lowbit.tensor.core.base import LowbitTensor, aten, check_not_flat
+from lowbit.tensor.core.base import LowbitTensor, aten
+from lowbit.tensor.core.checks import check_not_flat
 
 MOST_SECONDS = 0.1
 """The longest wait for threads that a collective on the CPU leaves behind."""

@@ -1,0 +1,45 @@
+"""Checks of tensors: of a weight that is to be quantized, and of operations that a flattened view does not have."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from lowbit.numerics.row_chunks import count_nonfinite
+from lowbit.tensor.core.base import LowbitTensor
+
+
+def check_not_flat(tensor: LowbitTensor, what: str) -> None:
+    if (error := flat_error(tensor, what)) is not None:
+        raise error
+
+
+def flat_error(tensor: LowbitTensor, what: str) -> NotImplementedError | None:
+    """The error of an operation that no flattened view has; None for another tensor."""
+    if tensor.flat_from is None:
+        return None
+    return tensor._unsupported(f"{what} of a flattened view; view it as {tensor.flat_from} first")
+
+
+def check_weight(weight: Tensor, name: str = "weight") -> None:
+    """Raise ValueError unless `weight` is a real floating tensor, of at least two dimensions, and finite."""
+    if isinstance(weight, LowbitTensor):
+        raise ValueError(
+            f"{name} is already quantized: {weight!r}; dequantize it or start from the original"
+        )
+    if not weight.dtype.is_floating_point:
+        raise ValueError(
+            f"{name} has dtype {weight.dtype}; only real floating-point weights can be quantized "
+            "(float32, bfloat16, float16): convert it or leave it out with filter_fn"
+        )
+    if weight.dtype.itemsize < 2:
+        raise ValueError(
+            f"{name} has dtype {weight.dtype}, which is low-bit already; leave it out with filter_fn"
+        )
+    if weight.ndim < 2:
+        raise ValueError(
+            f"{name} has shape {tuple(weight.shape)}; a quantized weight has 2 or more dimensions"
+        )
+    if not weight.is_meta and (bad := count_nonfinite(weight)):
+        raise ValueError(
+            f"{name} has {bad} NaN or infinite values of {weight.numel()}; repair or reload it before quantizing"
+        )
