@@ -14,7 +14,7 @@ K, and every blocked dimension, is padded to a whole number of blocks; `shape` i
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import torch
@@ -34,14 +34,10 @@ from lowbit.numerics.spec_checks import check_reach
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
     ATTRIBUTES,
-    GROUPED,
-    MATMULS,
     InnerShapes,
     LowbitTensor,
     check_weight,
     is_traced,
-    of_stack,
-    of_swapped,
     refuse_trace,
     stored_shape,
 )
@@ -49,6 +45,7 @@ from lowbit.tensor.frozen.blocked import BlockedTensor
 from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient
 from lowbit.tensor.frozen.op_arguments import ReadByOps
+from lowbit.tensor.frozen.products import multiplied, rounded_for_experts
 from lowbit.tensor.frozen.requantize import holds, requantize
 from lowbit.tracing.report import specs_name
 
@@ -518,13 +515,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             with _Own():
                 return func(*args)
         kwargs = kwargs or {}
-        arranged = _arranged(*args) if func in _MATMUL and len(args) == 2 and not kwargs else None
-        if arranged is None and func in _OF_INPUTS_FIRST:
-            arranged = _OF_INPUTS_FIRST[func](*args, **kwargs)
-        if arranged is not None:
-            return arranged
-        if func in _OF_EXPERTS and len(args) > 1:
-            args = (*_rounded_for_experts(*args[:2]), *args[2:])
+        if (product := multiplied(func, args, kwargs)) is not None:
+            return product
+        args = rounded_for_experts(func, args)
         if func is F.embedding and (rows := rows_of_embedding(*args, **kwargs)) is not None:
             return rows
         if asks_for_gradient(func, args, kwargs):
@@ -556,54 +549,3 @@ def _parts_of_input(
     if zero_point is not None:
         zero_point = zero_point.detach().to(_zero_point_dtype(activation), copy=True).view(1, 1)
     return {**found, "input_zero_point": zero_point}
-
-
-# ---- matmul and products of experts ------------------------------------------------------------------------------
-
-_OF_EXPERTS = {*GROUPED, *MATMULS}
-_MATMUL = {torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm}
-
-
-def _arranged(x: Any, weight: Any) -> Tensor | None:
-    """x @ weight, where the weight stands first or is a stack, by the product that it has; None for x @ matrix."""
-    if isinstance(x, LowbitTensor) and isinstance(weight, LowbitTensor):
-        return None
-    if isinstance(x, AffineTensor):
-        return of_swapped(x, weight)
-    return of_stack(x, weight) if weight.ndim == 3 else None
-
-
-def _of_inputs_first(input: Any, other: Any, out: Any = None) -> Tensor | None:
-    """x @ weight [K, N] that rounds its inputs, by the linear of its transpose; None for others."""
-    is_weight = isinstance(other, AffineTensor) and other.ndim == 2 and not other.transposed
-    if not is_weight or isinstance(input, LowbitTensor) or out is not None:
-        return None
-    return F.linear(input, other.t()) if other.rounds_inputs else None
-
-
-def _added_of_inputs_first(input: Any, mat1: Any, mat2: Any, **others: Any) -> Tensor | None:
-    product = None if others else _of_inputs_first(mat1, mat2)
-    return None if product is None else product + input
-
-
-_OF_INPUTS_FIRST: dict[Any, Callable[..., Tensor | None]] = {
-    **dict.fromkeys((torch.matmul, torch.linalg.matmul), _of_inputs_first),
-    **dict.fromkeys((Tensor.matmul, Tensor.__matmul__), _of_inputs_first),
-    **dict.fromkeys(
-        (torch.mm, Tensor.mm), lambda input, mat2, out=None: _of_inputs_first(input, mat2, out)
-    ),
-    **dict.fromkeys((torch.addmm, Tensor.addmm), _added_of_inputs_first),
-}
-
-
-def _rounded_for_experts(x: Any, weight: Any) -> tuple[Any, Any]:
-    """Both operands of a product of stacked weights [E, K, N], which runs in high precision: x rounded as the weight's
-    products round it, and the weight without that rule. Experts [E, N, K] may stand on the left."""
-    if isinstance(x, AffineTensor) and not isinstance(weight, LowbitTensor) and weight.ndim == 3:
-        inputs, plain = _rounded_for_experts(weight.transpose(-2, -1), x)
-        return plain, inputs.transpose(-2, -1)
-    is_stack = isinstance(weight, AffineTensor) and weight.ndim == 3
-    if not is_stack or isinstance(x, LowbitTensor):
-        return x, weight
-    plain = weight if weight.activation is None else weight._with(activation=None)
-    return weight.rounded_input(x), plain
