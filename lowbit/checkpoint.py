@@ -14,9 +14,7 @@ A `*.safetensors` file keeps that text in its own metadata under "lowbit", and t
 transpose, as of experts that a model stores as [experts, inputs, outputs].
 
 The digests are those of the bytes in the file, even if another thread changes a tensor while it is saved. Loading a
-damaged file raises an error that names the damaged tensors. `load` verifies up to 64 MiB at once. In a larger
-file it verifies each tensor at the first access: hashing takes 0.6 s a GB and core, and a file is mapped into memory in
-milliseconds.
+damaged file raises an error that names the damaged tensors. Hashing takes 0.6 s a GB and core.
 """
 
 from __future__ import annotations
@@ -37,8 +35,6 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.state_dict import describe, joined, read_description
 
 FORMAT_VERSION = 1
-VERIFIED_AT_ONCE = 2**26
-"""Bytes of tensors that `load` compares with their digests before it returns: some 40 ms of one core."""
 _NESTED_STATES = (
     "An optimizer's state_dict has ints: save it with torch.save, or flattened by torch.distributed.checkpoint's "
     "get_optimizer_state_dict"
@@ -276,37 +272,24 @@ def load(
     Args:
         path: a file that `lowbit.save` wrote.
         device: where the tensors go.
-        verify: compare tensors with the digests that were saved: up to 64 MiB of them here, and in a larger file each
-            tensor at the first access to the state dict's entry, which then raises the error.
+        verify: compare tensors with the digests that were saved. False takes milliseconds: values are read when they
+            are used.
 
     Raises:
         FileNotFoundError: there is no such file.
         CheckpointError, a ValueError: it is truncated, damaged (the error names the tensors), not lowbit's, or of a
             newer format version.
     """
-    tensors, info, unverified = container.read(Path(path), device, verify=verify)
-    at_once = unverified.nbytes <= VERIFIED_AT_ONCE
-    if at_once:
-        unverified.check()
+    tensors, info = container.read(Path(path), device, verify=verify)
     try:
-        state_dict = from_plain(tensors, info)
+        return from_plain(tensors, info)
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    if at_once:
-        return state_dict
-    names = {id(t): name for name, t in tensors.items()}
-    stored = {name: _stored_names(value, names) for name, value in state_dict.items()}
-    return container.VerifiedOnAccess(state_dict, stored, unverified)
-
-
-def _stored_names(value: Any, names: Mapping[int, str]) -> list[str]:
-    parts = value.inner_tensors().values() if isinstance(value, LowbitTensor) else [value]
-    return [names[id(part)] for part in parts if isinstance(part, Tensor)]
 
 
 def load_metadata(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
     """The `metadata` that `save` was given. Reads no tensor. `path`, `verify` and errors are those of `load`."""
-    _, info, _ = container.read(Path(path), "meta", with_tensors=False, verify=verify)
+    _, info = container.read(Path(path), "meta", with_tensors=False, verify=verify)
     _check_version(info)
     metadata = info.get("metadata")
     if not isinstance(metadata, dict):

@@ -55,7 +55,7 @@ def test_old_files_load(path: Path) -> None:
 @pytest.mark.parametrize("path", GOLDEN, ids=lambda p: p.name)
 def test_old_files_are_in_their_version(path: Path) -> None:
     """A file must not be written again under a newer version."""
-    _, info, _ = container.read(path, "cpu")
+    _, info = container.read(path, "cpu")
     assert f"_v{info['format_version']}." in path.name
 
 
@@ -64,7 +64,7 @@ def test_old_files_are_in_their_version(path: Path) -> None:
 
 def rewrite(path: Path, change: Any) -> None:
     """Let `change` edit the JSON of a checkpoint, whose digests are then those of the change."""
-    tensors, info, _ = container.read(path, "cpu")
+    tensors, info = container.read(path, "cpu")
     change(info)
     container.write(path, tensors, info)
 
