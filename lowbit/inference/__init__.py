@@ -18,7 +18,6 @@ from lowbit.inference.calibration import (
     sampled_batches,
 )
 from lowbit.inference.evaluation import Evaluation, EvaluationReport, evaluate
-from lowbit.inference.float8_blocks import float8_blocks_state_dict, load_float8_blocks_
 from lowbit.inference.freeze import freeze_
 from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
 from lowbit.inference.invariant import invariant_
@@ -49,14 +48,12 @@ __all__ = [
     "autoquant",
     "calibrate",
     "evaluate",
-    "float8_blocks_state_dict",
     "freeze_",
     "fuse_linears_",
     "grouped_linear",
     "invariant_",
     "invariant_attention",
     "linear",
-    "load_float8_blocks_",
     "quantize_",
     "register_linear",
     "sampled_batches",

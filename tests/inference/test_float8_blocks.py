@@ -1,4 +1,4 @@
-"""Checkpoints with float8 blocks as `weight` and `weight_scale_inv`: loaded, used, trained, and written again."""
+"""Weights with float8 blocks, as published: trained, and multiplied."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit import Float8Tensor, train
-from lowbit.inference import float8_blocks_state_dict, load_float8_blocks_
+from lowbit.schemes.mixed_precision import BLOCK_ACTIVATION
 from lowbit.train import Float8BlockMixedPrecision
 from lowbit_kernels.runtime import launches
 from tests.tensor.cases import same_bits
@@ -55,57 +55,20 @@ def dequantized(state: dict[str, Tensor], name: str) -> Tensor:
     return codes
 
 
-def assert_same_state(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for name, value in expected.items():
-        assert same_bits(found[name], value) and found[name].is_contiguous(), name
-
-
-@pytest.mark.parametrize("quantize_activations", [True, False])
-def test_load_use_and_write_again(quantize_activations: bool, tmp_path) -> None:
-    safetensors = pytest.importorskip("safetensors.torch")
-    state, model = published(), Net()
-    safetensors.save_file({k: v.clone() for k, v in state.items()}, tmp_path / "in.safetensors")
-    loaded = safetensors.load_file(tmp_path / "in.safetensors")
-    report = load_float8_blocks_(model, loaded, quantize_activations=quantize_activations)
-    assert sorted(report.converted) == ["down.weight", "up.weight"]
-    weight = model.up.weight
-    assert isinstance(weight, Float8Tensor) and weight.dtype is torch.bfloat16
-    assert (weight.activation is not None) is quantize_activations
-    assert relative(weight.dequantize(), dequantized(state, "up")) < 2**-8
-    assert model.head.weight is model.embed.weight
-    x = values(9, 200, dtype=torch.bfloat16)
-    expected = x.double() @ dequantized(state, "up").t() + model.up.bias.detach().double()
-    assert relative(model.up(x), expected) < (0.05 if quantize_activations else 0.01)
-    assert_same_state(float8_blocks_state_dict(model), state)
-    safetensors.save_model(model, tmp_path / "own.safetensors")
-    written = {k: v.clone() for k, v in float8_blocks_state_dict(model).items()}
-    safetensors.save_file(written, tmp_path / "out.safetensors")
-    assert_same_state(safetensors.load_file(tmp_path / "out.safetensors"), state)
-    lb.save(model, tmp_path / "model.lowbit.safetensors")
-    again = copy.deepcopy(model)
-    again.load_state_dict(model.state_dict())
-    assert same_bits(again.up.weight.codes, weight.codes)
-
-
-@pytest.mark.parametrize("as_bytes", [False, True])
-def test_scales_of_powers_of_two(as_bytes: bool) -> None:
-    state = published()
+def load(model: Net, state: dict[str, Tensor]) -> None:
+    model.load_state_dict({n: t for n, t in state.items() if t.dtype is not E4M3}, strict=False)
     for name in ("up", "down"):
-        key = f"{name}.weight_scale_inv"
-        state[key] = state[key].to(torch.float8_e8m0fnu)
-    model = Net()
-    given = {k: v.view(torch.uint8) if as_bytes and "inv" in k else v for k, v in state.items()}
-    load_float8_blocks_(model, given)
-    found = float8_blocks_state_dict(model)
-    for name in ("up", "down"):
-        key = f"{name}.weight_scale_inv"
-        assert found[key].dtype is torch.float32 and torch.equal(found[key], state[key].float())
+        layer, parts = (
+            getattr(model, name),
+            [state[f"{name}.weight{s}"] for s in ("", "_scale_inv")],
+        )
+        made = Float8Tensor.from_blocks(*parts, (128, 128), layer.weight.dtype, BLOCK_ACTIVATION)
+        layer.weight = nn.Parameter(made, requires_grad=False)
 
 
 def test_full_training_from_it_and_back() -> None:
     state, model = published(torch.float32), Net(torch.float32)
-    load_float8_blocks_(model, state)
+    load(model, state)
     train.prepare_(model, dict.fromkeys(("up", "down"), Float8BlockMixedPrecision(always=True)))
     assert relative(model.up.weight.master(), dequantized(state, "up")) < 1e-6
     tokens, optimizer = torch.arange(20), lb.optim.AdamW8bit(model.parameters(), lr=1e-3)
@@ -118,73 +81,10 @@ def test_full_training_from_it_and_back() -> None:
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.7 * losses[0]
     train.convert_(model)
-    found = float8_blocks_state_dict(model)
-    assert found.keys() == state.keys()
-    assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in state.items()}
-    assert not same_bits(found["up.weight"], state["up.weight"])
-    again = Net(torch.float32)
-    load_float8_blocks_(again, found)
-    assert torch.equal(again(tokens), model(tokens))
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    model, state = Net(), published()
-    before = copy.deepcopy(model.state_dict())
-    for change, error, message in (
-        ({"up.weight_scale_inv": None}, KeyError, "has no scales 'up.weight_scale_inv'"),
-        ({"up.weight_scale_inv": torch.ones(2, 2)}, ValueError, r"scales \(2, 2\).*\(3, 2\)"),
-        ({"up.weight_scale_inv": torch.ones(3, 2, dtype=torch.int32)}, ValueError, "torch.int32"),
-        ({"up.weight": torch.zeros(300, 128).to(E4M3)}, ValueError, r"\(300, 128\)"),
-        ({"norm.weight": None}, KeyError, r"lacks \['norm.weight'\]"),
-        (
-            {"up.weight": state["up.weight"].view(torch.int8)},
-            ValueError,
-            "up.weight_scale_inv.*lost",
-        ),
-        ({"norm.weight_scale_inv": torch.ones(1, 1)}, ValueError, "norm.weight_scale_inv.*lost"),
-        ({"more": torch.ones(2)}, KeyError, r"the model lacks \['more'\]"),
-        ({"more": torch.ones(2).to(E4M3)}, KeyError, "no parameter 'more'"),
-    ):
-        given = {k: v for k, v in {**state, **change}.items() if v is not None}
-        with pytest.raises(error, match=message):
-            load_float8_blocks_(model, given)
-    for name, value in model.state_dict().items():
-        assert torch.equal(value, before[name])
-    with pytest.raises(ValueError, match="no weights in float8 blocks"):
-        float8_blocks_state_dict(model)
-    with torch.device("meta"):
-        on_meta = Net()
-    with pytest.raises(ValueError, match=r"on the meta device; call model\.to_empty"):
-        load_float8_blocks_(on_meta, state)
-    load_float8_blocks_(model, state)
-    with pytest.raises(ValueError, match=r"up\.weight is in low bits already"):
-        load_float8_blocks_(model, state)
-    lb.quantize_(model, {"head": lb.Int8WeightOnly()})
-    with pytest.raises(ValueError, match=r"(head|embed)\.weight is stored otherwise"):
-        float8_blocks_state_dict(model)
-
-
-def test_parameters_of_any_name() -> None:
-    class Gate(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.gate = nn.Parameter(values(130, 70).bfloat16())
-
-        def forward(self, x):
-            return nn.functional.linear(x, self.gate)
-
-    model = Gate()
-    lb.quantize_(
-        model,
-        lb.Float8DynamicActivationFloat8Weight(lb.PerBlock(128, 128)),
-        lambda module, name: isinstance(module, Gate),
-    )
-    state = float8_blocks_state_dict(model)
-    assert sorted(state) == ["gate", "gate_scale_inv"]
-    again = Gate()
-    load_float8_blocks_(again, state)
-    x = values(5, 70).bfloat16()
-    assert torch.equal(again(x), model(x))
+    for name in ("up", "down"):
+        weight = getattr(model, name).weight
+        assert isinstance(weight, Float8Tensor) and weight.spec.granularity == lb.PerBlock(128, 128)
+    assert not same_bits(model.up.weight.codes[:300, :200], state["up.weight"])
 
 
 def test_the_preset() -> None:
