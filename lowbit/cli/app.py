@@ -131,15 +131,13 @@ def export(
 
 
 @_command("inspect")
-def inspect(
-    model: of.Model, against: of.Against = None, json: of.Json = False, picture: of.Picture = None
-) -> None:
+def inspect(model: of.Model, against: of.Against = None, json: of.Json = False) -> None:
     """Show the schemes, the sizes and, against the original, the signal-to-noise ratio of each weight.
 
     \b
     Examples:
       lowbit inspect model-int4
-      lowbit inspect model-int4 --against model --picture model-int4.png
+      lowbit inspect model-int4 --against model
       lowbit inspect model-int4 --against model --json
     """
 
@@ -215,14 +213,13 @@ def bench(
     device: of.AnyDevice = None,
     quick: of.Quick = False,
     json: of.Json = False,
-    picture: of.Picture = None,
 ) -> None:
     """Measure this machine: optimizer steps and linears in low bits beside PyTorch's.
 
     \b
     Examples:
       lowbit bench --quick
-      lowbit bench --quick --device cpu --json --picture bench.png
+      lowbit bench --quick --device cpu --json
     """
 
 

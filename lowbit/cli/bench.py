@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import nn
 from torch.utils.benchmark import Timer
 
 import lowbit
-from lowbit.cli.output import check_picture, new_figure, print_json, print_table, save_picture
+from lowbit.cli.output import print_json, print_table
 from lowbit.progress import progress
 
 TOKENS = (1, 16, 128)
@@ -49,16 +48,13 @@ class BenchRow:
     bytes_per_parameter: float
 
 
-def bench(device: str | None, quick: bool, json: bool, picture: Path | None) -> None:
+def bench(device: str | None, quick: bool, json: bool) -> None:
     """The command `bench`. Args: those of `lowbit.cli.app.bench`."""
-    check_picture(picture)
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if where.type not in _SIZES:
         raise ValueError(f"--device {where} is not measured; accepted: {', '.join(_SIZES)}")
     sizes = (_QUICK if quick else _SIZES)[where.type]
     rows = measured(where, sizes)
-    if picture is not None:
-        _draw(rows, picture)
     if json:
         print_json({"device": _name(where), **asdict(sizes), "rows": [asdict(row) for row in rows]})
         return
@@ -156,14 +152,3 @@ def _name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU, {torch.get_num_threads()} threads"
-
-
-def _draw(rows: list[BenchRow], path: Path) -> None:
-    figure, (axis,) = new_figure(1, 8, 5)
-    baselines = {row.group: row for row in reversed(rows)}
-    low = [row for row in rows if row is not baselines[row.group]]
-    labels = [f"{row.group}: {row.name}" for row in low][::-1]
-    axis.barh(labels, [row.speedup for row in low][::-1], color="tab:blue")
-    axis.axvline(1.0, color="black", linewidth=1)
-    axis.set(xlabel="speed, PyTorch's = 1", title="lowbit on this machine")
-    save_picture(figure, path)

@@ -12,16 +12,7 @@ import typer
 from torch import Tensor
 
 from lowbit.cli.language_model import check
-from lowbit.cli.output import (
-    check_picture,
-    decibel,
-    new_figure,
-    percent,
-    print_json,
-    print_table,
-    save_picture,
-    size,
-)
+from lowbit.cli.output import decibel, percent, print_json, print_table, size
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
@@ -43,14 +34,11 @@ class StoredWeight:
     snr_db: float | None
 
 
-def inspect(model: Path, against: Path | None, json: bool, picture: Path | None) -> None:
+def inspect(model: Path, against: Path | None, json: bool) -> None:
     """The command `inspect`. Args: those of `lowbit.cli.app.inspect`."""
-    check_picture(picture)
     folder = check(model)
     original = None if against is None else check(against)
     weights = sorted(_weights(folder, original), key=_in_order)
-    if picture is not None:
-        _draw(weights, folder.path.name, picture)
     if json:
         about = {"path": str(model), "format": _format_of(folder), "left_out": [*folder.left_out]}
         print_json({**about, **summary(weights)})
@@ -163,21 +151,3 @@ def _print(folder: Folder | GgufFile, weights: list[StoredWeight]) -> None:
     ]
     typer.echo("")
     print_table("", columns, lines)
-
-
-def _draw(weights: list[StoredWeight], title: str, path: Path) -> None:
-    """Bytes by scheme and, with an original, the ratio of each low-bit weight at its number in the table."""
-    compared = [(n, w) for n, w in enumerate(weights, 1) if w.low_bit and w.snr_db is not None]
-    figure, axes = new_figure(2 if compared else 1, 6, 4)
-    schemes = summary(weights)["schemes"]
-    axes[0].barh(list(schemes), [row["nbytes"] / 1e6 for row in schemes.values()], color="tab:blue")
-    axes[0].set(xlabel="MB", title=f"{title}: bytes by scheme")
-    if compared:
-        for scheme in dict.fromkeys(w.stored_as for _, w in compared):
-            points = [(n, w.snr_db) for n, w in compared if w.stored_as == scheme]
-            axes[1].plot(*zip(*points, strict=True), "o", markersize=4, label=scheme)
-        axes[1].set(xlabel="# of the weight in the table, of all", ylabel="SNR in dB")
-        axes[1].set(xlim=(0, len(weights) + 1), title="against the original")
-        axes[1].xaxis.get_major_locator().set_params(integer=True)
-        axes[1].legend()
-    save_picture(figure, path)

@@ -96,13 +96,3 @@ def save_picture(figure: Any, path: Path) -> None:
             figure.savefig(file, dpi=150, bbox_inches="tight")
     except OSError as error:
         raise ValueError(f"{path} cannot be written: {error.strerror}") from error
-
-
-def new_figure(columns: int, width: float, height: float) -> tuple[Any, list[Any]]:
-    """A figure and its axes beside each other, drawn without a display."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(width * columns, height), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure, [figure.add_subplot(1, columns, i + 1) for i in range(columns)]

@@ -64,7 +64,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 LINES = {
     "quantize": "quantize model --out new",
     "export": "export model --format lowbit --out new",
-    "inspect": "inspect model --picture new.png",
+    "inspect": "inspect model",
 }
 
 
@@ -139,8 +139,8 @@ REFUSED = {
     "export model --format gptq --out new": "`lowbit quantize`",
     "export low --format bitsandbytes-int8 --out new": "--lossy",
     "export low --format awq --out new --group-size 32": "--scheme",
-    "inspect model --picture chart.doc": ".png",
-    "inspect model --picture missing/chart.png": "make it first",
+    "eval model --data text.txt --picture chart.doc": ".png",
+    "eval model --data text.txt --picture missing/chart.png": "make it first",
     "inspect low --against other": "--against",
     "estimate text.txt": "give a config.json",
     "estimate missing.json": "does not exist",
@@ -215,7 +215,7 @@ def test_a_full_gpu_is_no_mistake_of_lowbit() -> None:
         "quantize model --out ''": "it is empty; give a path",
         "quantize '' --out new": "it is empty; give a path",
         "inspect model --against ''": "it is empty; give a path",
-        "inspect model --picture": "`lowbit inspect --help`",
+        "inspect model --against": "`lowbit inspect --help`",
         "quantize model --out new --lossy=3": "`lowbit quantize --help`",
     }.items(),
 )
@@ -230,12 +230,8 @@ def test_a_read_only_folder_is_refused(home: Path, capfd: pytest.CaptureFixture[
     """The kernel's own folder is read-only for root too."""
     if not Path("/sys").is_dir():
         pytest.skip("needs Linux")
-    for line in (
-        "quantize model --out /sys/lowbit-model",
-        "inspect model --picture /sys/chart.png",
-    ):
-        _, message = refused(line, home, capfd)
-        assert "cannot be written" in message
+    _, message = refused("quantize model --out /sys/lowbit-model", home, capfd)
+    assert "cannot be written" in message
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "lowbit"])
@@ -301,7 +297,7 @@ def test_a_picture_needs_matplotlib(
     home: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    _, message = refused("inspect model --picture chart.png", home, capfd)
+    _, message = refused("eval model --data text.txt --picture chart.png", home, capfd)
     assert "matplotlib" in message and "lowbit[cli]" in message
 
 
@@ -364,9 +360,7 @@ def test_closed_outputs(line: str, home: Path) -> None:
 
 def test_an_unexpected_module_that_is_missing_is_named_with_its_extra() -> None:
     """typer's later releases import pydantic when they read an option."""
-    text = one_line(
-        ModuleNotFoundError("No module named 'matplotlib.axes'", name="matplotlib.axes")
-    )
-    assert text == "matplotlib is not installed: pip install 'lowbit[cli]'"
+    text = one_line(ModuleNotFoundError("No module named 'rich.table'", name="rich.table"))
+    assert text == "rich is not installed: pip install 'lowbit[cli]'"
     text = one_line(ModuleNotFoundError("No module named 'nobody'", name="nobody"))
     assert text == "nobody is not installed; `--debug` shows what needs it"
