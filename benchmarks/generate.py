@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from benchmarks.registry import Problem, Result, Row, Table, benchmark
 from benchmarks.report import ratio
-from lowbit import Int4WeightOnly, Int8WeightOnly, Scheme, inference, quantize_
+from lowbit import Int4WeightOnly, Int8WeightOnly, quantize_
 from lowbit.tensor import AffineTensor
 from lowbit_kernels.weight_only.weight_linear import weight_linear
 
@@ -88,29 +88,16 @@ def with_buffers(kind: Callable[[AffineTensor], nn.Module]) -> Callable[[nn.Modu
     return convert
 
 
-def fused(scheme: Scheme) -> Callable[[nn.Module], object]:
-    def convert(model: nn.Module) -> None:
-        quantize_(model, scheme)
-        inference.fuse_linears_(model)
-
-    return convert
-
-
 CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "int4 g128": lambda model: quantize_(model, Int4WeightOnly(GROUP)),
-    "int4 g128, fused": fused(Int4WeightOnly(GROUP)),
     "int8": lambda model: quantize_(model, Int8WeightOnly()),
-    "int8, fused": fused(Int8WeightOnly()),
     "int4 g128, plain buffers": with_buffers(Int4Buffers),
     "tinygemm, plain buffers": with_buffers(Tinygemm),
     PLAIN: lambda model: None,
 }
 OWN_LOOP = ", lowbit.hf.generate"
 """How the names of the rows end that lowbit's loop generates."""
-CONVERSIONS |= {
-    name + OWN_LOOP: CONVERSIONS[name]
-    for name in ("int4 g128", "int4 g128, fused", "int8, fused", PLAIN)
-}
+CONVERSIONS |= {name + OWN_LOOP: CONVERSIONS[name] for name in ("int4 g128", "int8", PLAIN)}
 
 
 def check_peers(device: str = "cuda") -> None:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners
-from lowbit.inference.fuse import FusedLinear, unfuse_linears_
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.qat.lora import merging_layers
 from lowbit.tensor.core.base import LowbitTensor
@@ -35,7 +34,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
 
     Each weight keeps its dtype, device, `requires_grad` and gradient. A quantized weight is frozen and becomes a plain
     frozen one, which `model.requires_grad_(True)` then makes trainable. The parameters are replaced: make an optimizer
-    afterwards. Ties stay ties, fused linears are unfused, and prepared modules are again what they were before.
+    afterwards. Ties stay ties, and prepared modules are again what they were before.
 
     Args:
         model: any module.
@@ -48,8 +47,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
     Raises:
         TypeError: `model` is not a module, or `filter_fn` is not a function.
         ValueError: no chosen weight is in low bits, unless `lowbit.train.prepare_` left all alone; a weight is sharded;
-            a filter with fused linears; a weight that products see with LoRA adapters merged. The model is then as it
-            was.
+            a weight that products see with LoRA adapters merged. The model is then as it was.
     """
     check_module(model)
     if filter_fn is not None and not callable(filter_fn):
@@ -63,15 +61,6 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
             f"{type(model).__name__} has no weights in low bits{' that the filter chooses' if filter_fn else ''}, none "
             "to dequantize"
         )
-    if any(isinstance(module, FusedLinear) for module in model.modules()):
-        if filter_fn is not None:
-            raise ValueError(
-                "a filter chooses single layers, and some are fused with their neighbours: call "
-                "lowbit.inference.unfuse_linears_(model) first, or dequantize_ without a filter"
-            )
-        del chosen
-        unfuse_linears_(model)
-        chosen = _targets(model, None, left)
     frozen = [t for t in chosen if not t.weight.requires_grad]
     trained = [t for t in chosen if t.weight.requires_grad]
     joint = joint_parts(chosen)  # before the first weight is replaced

@@ -22,7 +22,6 @@ from lowbit import (
     LowbitTensor,
     train,
 )
-from lowbit.inference import fuse_linears_
 from lowbit.testing.launch import launch
 from tests.schemes import relative_error
 
@@ -155,19 +154,6 @@ def test_frozen_weights_are_reported_and_can_be_trained_afterwards() -> None:
     model(TOKENS).sum().backward()
     optimizer.step()
     assert not torch.equal(model.q_proj.weight, before)
-
-
-@pytest.mark.parametrize("way", ["int4", "int8", "float8"])
-def test_fused_linears_are_unfused(way) -> None:
-    model = made(way)
-    expected = model(TOKENS)
-    fuse_linears_(model)
-    with pytest.raises(ValueError, match=r"unfuse_linears_\(model\) first"):
-        lowbit.dequantize_(model, lambda m, name: "proj" in name)
-    report = lowbit.dequantize_(model)
-    assert {"q_proj.weight", "k_proj.weight", "v_proj.weight"} <= set(report.converted)
-    assert modules_of(model) == modules_of(Model())
-    assert torch.allclose(model(TOKENS), expected, atol=1e-5)
 
 
 def test_a_filter_chooses_modules() -> None:

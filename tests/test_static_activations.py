@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.inference import fuse_linears_
 from lowbit.linear.frozen import choose_linear
 from lowbit.linear.frozen.eight_bits import static_linear
 from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
@@ -483,30 +482,6 @@ def test_moves_casts_and_slices_keep_the_scale():
     other = lb.AffineTensor.from_float(values(4, 64), INT8, input_qparams=(torch.ones(1), None))
     with pytest.raises(NotImplementedError, match="different static scales of their inputs"):
         torch.cat([weight, other])
-
-
-def test_fused_linears():
-    """Siblings that were calibrated on one input have one scale, and fuse."""
-    layers = nn.ModuleDict({name: nn.Linear(32, 24) for name in ("q_proj", "k_proj", "v_proj")})
-    found, x = nn.ModuleList([layers]), values(5, 32)
-    with lb.calibrate(found, INT8):
-        for layer in layers.values():
-            layer(x)
-    lb.quantize_(found, INT8)
-    expected = [layer(x) for layer in layers.values()]
-    state = found.state_dict()
-    fuse_linears_(found)
-    for layer, y in zip(found[0].values(), expected, strict=True):
-        torch.testing.assert_close(layer(x), y)
-    assert found.state_dict().keys() == state.keys()
-    found.load_state_dict(state)
-    other = nn.ModuleList([nn.ModuleDict({n: nn.Linear(32, 24) for n in ("gate", "up")})])
-    with lb.calibrate(other, INT8):
-        for factor, layer in enumerate(other[0].values(), 1):
-            layer(factor * x)
-    lb.quantize_(other, INT8)
-    with pytest.raises(ValueError, match="up has another static scale of its input than"):
-        fuse_linears_(other)
 
 
 # ---- schemes ------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 Servers merge them into one layer: vLLM makes q, k and v one `qkv_proj`, and gate and up one `gate_up_proj`. The
 parts must share a value that the merged layer has once, such as the global scale of NVFP4. One table of names serves
-the schemes whose scales join (`Spec.joins`), the formats that servers read, `lowbit.inference.fuse_linears_`, and the
-rule of `lowbit.train` about small layers beside a larger one.
+the schemes whose scales join (`Spec.joins`), the formats that servers read, weights that share a launch
+(`lowbit.convert.side_by_side`), and the rule of `lowbit.train` about small layers beside a larger one.
 """
 
 from __future__ import annotations

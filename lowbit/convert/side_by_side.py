@@ -2,7 +2,6 @@
 
 q, k and v multiply the same input. Where their codes and scales are slices of one tensor, `lowbit.hf.generate` and
 graphs of torch.compile compute them in one launch. The modules, their parameters and state dicts stay as they are.
-`lowbit.inference.fuse_linears_` does more: it joins the modules, so that eager code has one product too.
 
 Each slice has a storage of its own. Tools that save models, such as safetensors and accelerate, take tensors of one
 storage for tied ones, and would leave some out.

@@ -294,7 +294,7 @@ class _Walk:
             for name, param in module.named_parameters(prefix, recurse=False):
                 self.report.entries.append(Entry(name, _shape(param), False, note))
             return
-        selected = hasattr(module, "converted_as") or self._selects(module, prefix)
+        selected = self._selects(module, prefix)
         if _has_own_product(module) and module._parameters.get("weight") is None:
             note = "computed from other parameters, so none to convert"
             self.report.entries.append(Entry(joined_name(prefix, "weight"), (), False, note))
@@ -409,8 +409,6 @@ class _Walk:
         """Why neither the filter nor a pattern asks for this parameter; None: one does. `selected`: the filter takes
         the module."""
         module, attribute, _ = owner
-        if hasattr(module, "converted_as"):
-            return None
         if _has_own_product(module) and attribute != "weight" and selected:
             # an adapter beside the weight must not be frozen along with it
             is_named = pattern is not None and not matches(pattern, prefix)
@@ -486,8 +484,6 @@ def _refusal(owners: list[Owner], weight: Tensor, trains: bool, starts: bool) ->
     if isinstance(weight, LowbitTensor) and not starts:
         return weight.already or f"already in low bits ({type(weight).__name__})"
     for module, _, _ in owners:
-        if hasattr(module, "converted_as"):  # a module of lowbit that stands for others
-            return str(module.converted_as)
         if isinstance(module, nn.Embedding) and module.max_norm is not None:
             return "its max_norm rewrites rows at every lookup"
         if isinstance(module, nn.Embedding) and module.sparse and trains:

@@ -19,7 +19,6 @@ from lowbit.inference.calibration import (
 )
 from lowbit.inference.evaluation import Evaluation, EvaluationReport, evaluate
 from lowbit.inference.freeze import freeze_
-from lowbit.inference.fuse import fuse_linears_, unfuse_linears_
 from lowbit.inference.invariant import invariant_
 from lowbit.inference.planning import autoquant
 from lowbit.inference.quantize import quantize_
@@ -49,7 +48,6 @@ __all__ = [
     "calibrate",
     "evaluate",
     "freeze_",
-    "fuse_linears_",
     "grouped_linear",
     "invariant_",
     "invariant_attention",
@@ -57,6 +55,5 @@ __all__ = [
     "quantize_",
     "register_linear",
     "sampled_batches",
-    "unfuse_linears_",
     "unregister_linear",
 ]

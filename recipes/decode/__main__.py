@@ -18,7 +18,6 @@ from torch import nn
 
 import lowbit
 from lowbit import Int4WeightOnly, Int8WeightOnly, Scheme, quantize_
-from lowbit.inference import fuse_linears_
 from recipes import pages
 from recipes.command_line import UserError, exit_status
 from recipes.decode.decoder import WARM_UP, Decoder, captured, fold_norms_
@@ -138,7 +137,6 @@ def convert_(model: Llama, row: Row, group_size: int) -> None:
         use_tinygemm_(model.blocks, group_size)
     elif row.scheme is not None:
         quantize_(model, row.scheme)
-        fuse_linears_(model)
 
 
 def stored_bytes(model: nn.Module) -> int:

@@ -34,7 +34,7 @@ def fold_norms_(model: Llama) -> None:
     In place, before quantizing and fusing. The model computes the same up to rounding. Norms without a weight stay.
 
     Raises:
-        ValueError: a linear is quantized, fused, or in float16. The model is then unchanged.
+        ValueError: a linear is quantized, or in float16. The model is then unchanged.
     """
     readers = [reader for block in model.blocks for reader in _norms_and_readers(block)]
     readers = [(norm, linears) for norm, linears in readers if norm.weight is not None]
@@ -63,7 +63,7 @@ def _check_foldable(module: nn.Module) -> None:
     if type(module) is not nn.Linear or type(weight.data) is not torch.Tensor:
         kind = f"a {type(module).__name__} of {type(weight.data).__name__}"
         raise ValueError(
-            f"norms are folded into plain linears, got {kind}; fold first, then quantize or fuse"
+            f"norms are folded into plain linears, got {kind}; fold first, then quantize"
         )
     if weight.dtype == torch.float16:
         raise ValueError(

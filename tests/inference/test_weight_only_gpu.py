@@ -7,9 +7,8 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.inference import fuse_linears_, grouped_linear, linear
+from lowbit.inference import grouped_linear, linear
 from lowbit_kernels.runtime import launches
-from tests.inference.test_fuse import make
 from tests.schemes import over, relative_error
 
 pytestmark = pytest.mark.gpu
@@ -120,13 +119,3 @@ def test_experts_in_a_graph(scheme: lb.Scheme) -> None:
             if start < end:
                 assert relative_error(y[start:end], exact(x[start:end], quantized[e])) < 2e-3
         assert not y[ends[-1] :].any()
-
-
-@torch.no_grad()
-def test_fused_neighbours() -> None:
-    for scheme in (None, *SCHEMES.values()):
-        model = make(scheme).to("cuda", torch.bfloat16)
-        x = torch.randn(3, 64, dtype=torch.bfloat16, device="cuda")
-        y = model(x)
-        fuse_linears_(model)
-        assert relative_error(model(x), y) < 1e-2

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
-import torch
 from torch import nn
 
 import lowbit
-from lowbit.inference import fuse_linears_
 from tests.tensor.cases import every_weight, same, same_bits, values
 from tests.tensor.test_state_dicts import Net, check_equal
 
@@ -45,30 +41,6 @@ def test_load_model_names_missing_tensors(tmp_path):
     safetensors.save_file(state, tmp_path / "m.safetensors")
     with pytest.raises(RuntimeError, match=r'Missing.*"1\.weight\.codes", "1\.weight\.scale"'):
         safetensors.load_model(model, tmp_path / "m.safetensors")
-
-
-def test_fused_linears(tmp_path):
-    def made(seed):
-        torch.manual_seed(seed)
-        names = ("q_proj", "k_proj", "v_proj")
-        model = nn.ModuleDict({name: nn.Linear(64, 16) for name in names})
-        lowbit.quantize_(model, lowbit.Int4WeightOnly(32))
-        return model
-
-    plain, fused, other = made(0), made(1), made(2)
-    fuse_linears_(fused)
-    fuse_linears_(other)
-    for source, target in ((plain, fused), (fused, other)):
-        safetensors.save_file(source.state_dict(), tmp_path / "m.safetensors")
-        target.load_state_dict(safetensors.load_file(tmp_path / "m.safetensors"))
-    assert list(other.state_dict()) == list(plain.state_dict())
-    assert all(same_bits(t, plain.state_dict()[name]) for name, t in other.state_dict().items())
-    entries = [s._metadata["k_proj"]["lowbit"] for s in (other.state_dict(), plain.state_dict())]
-    assert entries[0] == entries[1] and json.dumps(entries[0])
-    dynamic = made(0)
-    lowbit.quantize_(plain := nn.ModuleDict({n: nn.Linear(64, 16) for n in dynamic}), _DYNAMIC)
-    with pytest.raises(RuntimeError, match=r"k_proj\.weight is .* stored differently"):
-        fused.load_state_dict(plain.state_dict())
 
 
 _DYNAMIC = lowbit.Int8DynamicActivationInt4Weight(32)

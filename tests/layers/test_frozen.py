@@ -275,21 +275,6 @@ def test_gradients_reach_inputs_and_adapters() -> None:
     assert graphs.inputs[0] <= {Tensor, nn.Parameter}
 
 
-def test_fused_linears() -> None:
-    parent = nn.Module()
-    parent.q_proj, parent.k_proj, parent.v_proj = (nn.Linear(32, 16) for _ in range(3))
-    parent.forward = lambda x: parent.q_proj(x) + parent.k_proj(x) * parent.v_proj(x)  # type: ignore[method-assign]
-    lb.quantize_(parent.requires_grad_(False), INT4)
-    x = torch.randn(3, 32)
-    expected = parent.forward(x)
-    lb.inference.fuse_linears_(parent)
-    assert isinstance(parent.q_proj, Frozen)
-    run, graphs = compiled(parent)
-    assert torch.allclose(run(x), expected) and graphs.inputs[0] <= {Tensor, nn.Parameter}
-    lb.inference.unfuse_linears_(parent)
-    assert shown_class(parent.q_proj) is nn.Linear and isinstance(parent.q_proj, Frozen)
-
-
 def test_weights_of_qat_are_shown_once_they_are_converted() -> None:
     found = nn.Sequential(nn.Linear(32, 32))
     lb.qat.prepare_(found, INT4)

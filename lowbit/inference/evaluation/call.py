@@ -245,7 +245,7 @@ def layer_damages(model: nn.Module, original: nn.Module, batches: list[Any]) -> 
         if not name or name not in modules:
             raise ValueError(
                 f"by_layer=True exchanges layers, and the original has no layer {name!r} inside of it; accepted: a "
-                "model with the layers of the original, e.g. before fuse_linears_"
+                "model with the layers of the original"
             )
     contexts = [partial(_exchanged, original, model, names) for names in groups.values()]
     moved = [on_device_of(original, batch) for batch in batches]

@@ -35,7 +35,7 @@ wrapper of a module, puts the name of the wrapped module into the keys of parts.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -89,31 +89,10 @@ def describe(value: Tensor) -> dict[str, Any]:
 def hand_out(
     module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
 ) -> None:
-    """The hook after `state_dict`."""
-    hand_out_names(module._parameters, state_dict, prefix, metadata)
-    for param in module._parameters.values():
+    """The hook after `state_dict`: replaces low-bit parameters by plain tensors, and describes them in `metadata`."""
+    for name, param in module._parameters.items():
         if is_dtensor(param):
             _let_parts_be_found(param)
-
-
-def _let_parts_be_found(param: DTensor) -> None:
-    """Give a DTensor an attribute for each part of the low-bit tensor that it holds.
-
-    `get_model_state_dict` follows each key of the state dict by getattr, `weight` and then `codes`, and ignores the
-    value. None keeps no memory alive, and code that asks for such attributes sees none.
-    """
-    own = held_locally(param)
-    if isinstance(own, LowbitTensor) and not own.is_stored_plain:
-        for part in own.tensor_attrs:
-            if not hasattr(param, part):
-                setattr(param, part, None)
-
-
-def hand_out_names(
-    names: Iterable[str], state_dict: dict[str, Any], prefix: str, metadata: dict[str, Any]
-) -> None:
-    """Replace the low-bit tensors of these names by plain ones, and describe them in `metadata`."""
-    for name in names:
         value = state_dict.get(prefix + name)
         own = local(value)
         # keep_vars=True asks for the parameters themselves
@@ -131,6 +110,19 @@ def hand_out_names(
                     follow()
         if own.is_describable and (plain is not None or parts is not None):
             metadata.setdefault(METADATA, {})[name] = describe(value)
+
+
+def _let_parts_be_found(param: DTensor) -> None:
+    """Give a DTensor an attribute for each part of the low-bit tensor that it holds.
+
+    `get_model_state_dict` follows each key of the state dict by getattr, `weight` and then `codes`, and ignores the
+    value. None keeps no memory alive, and code that asks for such attributes sees none.
+    """
+    own = held_locally(param)
+    if isinstance(own, LowbitTensor) and not own.is_stored_plain:
+        for part in own.tensor_attrs:
+            if not hasattr(param, part):
+                setattr(param, part, None)
 
 
 def _replace(state_dict: dict[str, Any], key: str, parts: Mapping[str, Tensor]) -> None:
