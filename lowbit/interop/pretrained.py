@@ -13,12 +13,11 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 import traceback
 import warnings
 from collections.abc import Iterator
-from importlib.abc import MetaPathFinder
+from types import ModuleType
 from typing import Any
 
 from torch import nn
@@ -26,6 +25,7 @@ from torch import nn
 from lowbit import convert
 from lowbit.layers import invariant
 from lowbit.tensor.core import state_dict
+from lowbit_kernels.runtime.when_imported import when_imported
 
 METHOD = "lowbit"
 _TABLE = "transformers.quantizers.auto"
@@ -43,10 +43,7 @@ def listen() -> None:
     state_dict.readers.append(follow_save)
     invariant.attention_setters.append(set_invariant_attention)
     for table in _TABLES:
-        if table in sys.modules:
-            _enter(table)
-        else:
-            sys.meta_path.insert(0, _WhenImported(table))
+        when_imported(table, _enter)
 
 
 def follow(model: nn.Module) -> None:
@@ -151,12 +148,10 @@ def make_room() -> None:
         del _configs(_TABLE)[METHOD]
 
 
-def _enter(table: str) -> None:
-    _configs(table).setdefault(METHOD, Announced)
-    if table != _TABLE:
-        importlib.import_module(table).AUTO_QUANTIZER_MAPPING.setdefault(
-            METHOD, _diffusers_quantizer
-        )
+def _enter(table: ModuleType) -> None:
+    _configs(table.__name__).setdefault(METHOD, Announced)
+    if table.__name__ != _TABLE:
+        table.AUTO_QUANTIZER_MAPPING.setdefault(METHOD, _diffusers_quantizer)
 
 
 def _diffusers_quantizer(config: Any, **kwargs: Any) -> Any:
@@ -169,31 +164,3 @@ def _configs(table: str) -> dict[str, Any]:
     module = importlib.import_module(table)
     found: dict[str, Any] = getattr(module, "AUTO_QUANTIZATION_CONFIG_MAPPING", {})
     return found
-
-
-class _WhenImported(MetaPathFinder):
-    """Calls `_enter` after the import of the module with a table. A search for the module alone changes nothing."""
-
-    def __init__(self, table: str) -> None:
-        self._table = table
-        self._asks = False
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self._table or self._asks:
-            return None
-        self._asks = True  # the other finders
-        try:
-            spec = importlib.util.find_spec(name)
-        finally:
-            self._asks = False
-        loader: Any = None if spec is None else spec.loader
-        if loader is not None:
-            execute = loader.exec_module
-
-            def then_enter(module: Any) -> None:
-                execute(module)
-                sys.meta_path.remove(self)
-                _enter(name)
-
-            loader.exec_module = then_enter
-        return spec

@@ -19,6 +19,7 @@ import lowbit_kernels as kernels
 from lowbit_kernels.matmul import grouped_columns
 from lowbit_kernels.runtime import flop_formulas
 from lowbit_kernels.runtime.library import SCHEMAS
+from lowbit_kernels.runtime.when_imported import when_imported
 from tests.schemes import SCHEMES
 
 OPS = [line.partition("(")[0].split() for line in SCHEMAS.read_text().splitlines()]
@@ -117,6 +118,7 @@ def test_tokens_of_a_width() -> None:
 def test_either_is_imported_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "torch.utils.flop_counter")
     monkeypatch.setattr(flop_formulas, "_formulas", {})
+    when_imported("torch.utils.flop_counter", flop_formulas._register)
     flop_formulas.add(torch.ops.lowbit.scaled_mm, len)
     later = importlib.import_module("torch.utils.flop_counter")
     assert later.flop_registry[torch.ops.lowbit.scaled_mm] is len

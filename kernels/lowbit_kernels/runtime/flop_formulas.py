@@ -9,13 +9,14 @@ its products run in low bits. Where an op takes operands padded to whole blocks,
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from importlib.machinery import ModuleSpec, PathFinder
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from lowbit_kernels.runtime.when_imported import when_imported
 
 _MODULE = "torch.utils.flop_counter"
 _formulas: dict[Any, Callable[..., int]] = {}
@@ -40,26 +41,7 @@ def _register(flop_counter: ModuleType) -> None:
             flop_counter.register_flop_formula(op, get_raw=True)(formula)
 
 
-class _WhenImported:
-    """A finder of ``sys.meta_path`` that calls `_register` at the end of the import of torch's module."""
-
-    @staticmethod
-    def find_spec(
-        name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
-        found = PathFinder.find_spec(name, path) if name == _MODULE else None
-        if found is not None and found.loader is not None:
-            execute = found.loader.exec_module
-
-            def exec_module(module: ModuleType) -> None:
-                execute(module)
-                _register(module)
-
-            found.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return found
-
-
-sys.meta_path.insert(0, _WhenImported)
+when_imported(_MODULE, _register)
 
 
 # ---- torch's own products, for which torch 2.13 has no formulas ------------------------------------------------------
