@@ -275,9 +275,7 @@ def test_the_report_is_text_json_and_a_picture(tmp_path) -> None:
     assert "not reached" in next(line for line in lines if line.startswith("unused"))
     found.write(tmp_path / "report.json")
     read = json.loads((tmp_path / "report.json").read_text())
-    assert qat.SensitivityReport.from_dict(read) == found
-    with pytest.raises(ValueError, match=r"SensitivityReport\.to_dict"):
-        qat.SensitivityReport.from_dict({"measure": "loss"})
+    assert read == found.to_dict() and len(read["rows"]) == len(found.rows)
     pytest.importorskip("matplotlib")
     found.draw(tmp_path / "report.png")
     assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from lowbit import optional
 from lowbit.convert import Costs, Plan, PlanChoice, pattern_of, unit_of
@@ -89,7 +89,7 @@ class SensitivityReport:
         return f"{head}\n{aligned(table, left=(0, 1))}"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON types; `SensitivityReport.from_dict` reads it back."""
+        """Plain JSON types."""
         rows = [{**asdict(row), "scheme": row.scheme.to_dict()} for row in self.rows]
         return {
             "measure": self.measure,
@@ -97,17 +97,6 @@ class SensitivityReport:
             "together": list(self.together),
             "rows": [{**row, "tied": [*row["tied"]], "shape": [*row["shape"]]} for row in rows],
         }
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> Self:
-        """The report that `to_dict` described. Raises ValueError for anything else."""
-        try:
-            rows = tuple(_row(entry) for entry in data["rows"])
-            return cls(data["measure"], data["baseline"], tuple(data["together"]), rows)
-        except (KeyError, TypeError) as error:
-            raise ValueError(
-                f"not what SensitivityReport.to_dict gives: {type(error).__name__} {error}"
-            ) from error
 
     def write(self, path: str | os.PathLike[str]) -> None:
         """Write `to_dict()` as JSON."""
@@ -219,9 +208,3 @@ def _cells(row: Sensitivity, lost: float) -> tuple[str, ...]:
     measured = (f"{row.loss:.6g}", f"{lost:+.3g}") if row.reached else ("not reached", "")
     numbers = f"{row.bits:.2f}", f"{row.weight_snr:.1f}", activation, f"{row.clipped:.2%}"
     return (name, row.format, *numbers, *measured)
-
-
-def _row(entry: dict[str, Any]) -> Sensitivity:
-    values = {field.name: entry[field.name] for field in fields(Sensitivity)}
-    values |= {name: tuple(values[name]) for name in ("tied", "shape")}
-    return Sensitivity(**{**values, "scheme": Scheme.from_dict(entry["scheme"])})
