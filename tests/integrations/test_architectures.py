@@ -161,3 +161,21 @@ def test_infinity_in_a_config_stays(tmp_path: Path) -> None:
     built("mamba2").save_pretrained(tmp_path)
     assert '"__float__": "Infinity"' in (tmp_path / "config.json").read_text()
     assert lowbit.load_pretrained(tmp_path).config.time_step_limit[1] == float("inf")
+
+
+@pytest.mark.filterwarnings("error:.* takes new values")
+@pytest.mark.parametrize("name", ["int3", "ternary"])
+def test_rwkv_halves_weights_for_inference_without_rounding(name: str) -> None:
+    """It divides the weights of later layers by powers of two, and multiplies them again to train."""
+    kind, sizes = MODELS["rwkv"]
+    plain = getattr(transformers, kind)
+    torch.manual_seed(0)
+    model = plain(plain.config_class(**sizes | {"num_hidden_layers": 3, "rescale_every": 1}))
+    if name == "ternary":
+        lowbit.train.prepare_(model, lowbit.BitNet())
+        lowbit.train.convert_(model)
+    else:
+        lowbit.quantize_(model, lowbit.IntxWeightOnly(3, 32))
+    expected = outputs(model.train())
+    assert (outputs(model.eval()) - expected).norm() <= 0.02 * expected.norm()  # its norms differ
+    assert torch.equal(outputs(model.train()), expected)

@@ -103,6 +103,33 @@ def test_unchanged_values_stay_to_the_bit(case) -> None:
         assert torch.equal(w.dequantize()[rest], before.dequantize()[rest])
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@over([c for c in FROZEN if "double" not in c.name])
+def test_a_factor_multiplies_the_scales(case, dtype) -> None:
+    """As RWKV of transformers divides weights for inference; without a warning, since nothing is rounded."""
+    for change in (lambda w: w.div_(4), lambda w: setattr(w, "data", w.data * 0.25)):
+        w = case.make((24, 96), dtype=dtype)
+        wanted, codes = w.dequantize() / 4, w.codes.clone()
+        change(w)
+        assert torch.equal(w.dequantize(), wanted)
+        assert torch.equal(w.codes.view(torch.uint8), codes.view(torch.uint8))
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scales", ["minmax", "searched"])
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_each_row_by_its_own_factor(bits, scales) -> None:
+    layer = nn.Sequential(nn.Linear(100, 24))
+    layer[0].weight.data[3] = 0.0
+    lowbit.quantize_(layer, lowbit.IntxWeightOnly(bits, 32), scales=scales)
+    w = layer[0].weight
+    factors = torch.linspace(0.1, 7.0, 24)[:, None]
+    wanted = w.dequantize() * factors
+    w.mul_(factors)
+    assert relative_error(w.dequantize(), wanted) < 1e-6
+
+
 @quiet
 @every_affine
 def test_of_a_small_change_no_more_is_lost_than_rounding(case) -> None:

@@ -4,10 +4,11 @@ Arithmetic, which tools that merge adapters into a model do:
 
     weight + delta, weight.norm(), ...     reads the dequantized values and gives a plain tensor
     weight += delta, weight.data = values  quantizes the result again, in the weight's own scheme
+    weight *= factor, weight /= factor     multiplies the scales by a positive factor, where their format holds them
 
-A write quantizes again, so a change smaller than half a quantization step is mostly lost. Each block keeps its scale
-unless a new one has the smaller error, so values that do not change keep their bits. `lowbit.dequantize_(model)` before
-merging loses nothing.
+Other writes quantize again, so a change smaller than half a quantization step is mostly lost. Each block keeps its
+scale unless a new one has the smaller error, so values that do not change keep their bits. `lowbit.dequantize_(model)`
+before merging loses nothing.
 """
 
 from __future__ import annotations

@@ -46,7 +46,7 @@ from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient
 from lowbit.tensor.frozen.op_arguments import ReadByOps
 from lowbit.tensor.frozen.products import multiplied, rounded_for_experts
-from lowbit.tensor.frozen.requantize import holds, requantize
+from lowbit.tensor.frozen.requantize import holds, requantize, rescale
 from lowbit.tracing.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
@@ -425,8 +425,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
     def requantize_(self, values: Tensor) -> None:
         """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
+        Multiples of what the blocks hold multiply their scales, which loses nothing.
 
-        Warns that it rounds. Raises ValueError for values that are not finite or of another shape. The weight then
+        Warns where it rounds. Raises ValueError for values that are not finite or of another shape. The weight then
         stays unchanged.
         """
         if values.shape != self.shape:
@@ -434,6 +435,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         weight, stored = self._as_stored(values)
         if type(weight) is not type(self):
             weight.requantize_(stored)
+            return
+        if rescale(weight, stored):
             return
         check_weight(values, f"the new value of {type(self).__name__} {tuple(self.shape)}")
         warnings.warn(

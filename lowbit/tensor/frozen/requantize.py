@@ -1,4 +1,5 @@
-"""New values for a frozen weight, in its own scheme: a block keeps its scale where that is nearer."""
+"""New values for a frozen weight, in its own scheme: multiples of the old ones change its scales alone. For others a
+block keeps its scale where that is nearer."""
 
 from __future__ import annotations
 
@@ -37,6 +38,66 @@ def write(weight: Any, values: Tensor, qparams: tuple[Tensor, Tensor | None] | N
         weight.scale.copy_(parts["scale"])
     if zero_point is not None:
         weight.zero_point.copy_(zero_point)
+
+
+def rescale(weight: Any, values: Tensor) -> bool:
+    """Multiply the scales of an AffineTensor that is not transposed, and keep its codes, where every block of `values`,
+    of its shape [..., N, K], is a positive multiple of the block that it holds. Returns whether it did: not for other
+    values, and not where the format of the scales lacks a product.
+
+    New scales would lose more: those of int3 for values of the codes -4 .. 3 are smaller, and searched ones are not
+    found again.
+    """
+    if weight.numel() == 0 or weight.is_meta or torch.compiler.is_compiling():
+        return False
+    found = []
+    whole = weight.spec.shares_rows and weight.ndim == 2
+    for part, own in [(weight, values)] if whole else _row_chunks(weight, values):
+        ratio = _ratio(part, own)
+        scales = None if ratio is None else _multiplied(part, ratio)
+        if scales is None:
+            return False
+        found.append((part, scales))
+    for part, scales in found:
+        for name, t in scales.items():
+            getattr(part, name).copy_(t)
+    return True
+
+
+def _ratio(weight: Any, values: Tensor) -> Tensor | None:
+    """By what each block of `values` is a multiple of the one that `weight` holds, up to the rounding of their dtype:
+    one positive float64 number for each scale. None where a block is not such a multiple."""
+    spec, dtype = weight.spec, torch.promote_types(values.dtype, torch.float32)
+    held, own = weight._with(dtype=values.dtype).dequantize().to(dtype), values.to(dtype)
+    square, along = (_block_sums(spec, held.double() * x) for x in (held, own))
+    ratio = torch.where(square == 0, 1.0, along / square)
+    expected = held.double() * _for_elements(spec, ratio, values)
+    size = _for_elements(spec, ratio.abs() * square.sqrt(), values)
+    # what values round to, and what a rotation of a block does
+    tolerance = torch.finfo(values.dtype).eps * expected.abs() + 2.0**-22 * size
+    is_multiple = ((own - expected).abs() <= tolerance).all() & (ratio > 0).all()
+    return ratio if bool(is_multiple) else None
+
+
+def _multiplied(weight: Any, ratio: Tensor) -> dict[str, Tensor] | None:
+    """The inner tensors of scales and zero points times `ratio`. None where their format does not hold the products."""
+    spec, scale = weight.spec, weight.scale_values()
+    wanted = scale.double() * ratio
+    if spec.scales is None and not spec.rounds_minimum:
+        held = wanted.to(scale.dtype)
+        parts, tolerance = {"scale": held}, torch.finfo(scale.dtype).eps
+    elif spec.scales is not None and spec.scales.is_byte:
+        kept = weight.inner_tensors()
+        held = spec.scales.nearest(wanted.float(), kept)
+        parts = {"scale": spec.scales.encode_given(held, kept)["scale"]}
+        tolerance = torch.finfo(torch.float32).eps
+    else:
+        return None
+    if not bool(((held.double() - wanted).abs() <= tolerance * wanted.abs()).all()):
+        return None
+    if weight.zero_point is not None and spec.zero_point_is_value:
+        parts["zero_point"] = (weight.zero_point.double() * ratio).to(weight.zero_point.dtype)
+    return parts
 
 
 def holds(weight: Any, values: Tensor) -> bool:
@@ -87,9 +148,7 @@ def _requantize(weight: Any, values: Tensor) -> None:
     new, _, _ = spec.quantize(x, qparams=qparams)
     own_error = _squared_error(weight, values, kept, *own)
     keeps = own_error <= _squared_error(weight, values, new, *qparams)
-    keeps_element = keeps
-    for dim, size in enumerate(spec.block_size(x.shape)):
-        keeps_element = keeps_element.repeat_interleave(size, dim)
+    keeps_element = _for_elements(spec, keeps, x)
     weight.codes.copy_(weight._store(_where(keeps_element, kept, new), spec))
     for name, t in parts.items():
         held = getattr(weight, name)
@@ -105,9 +164,20 @@ def _squared_error(
     weight: Any, values: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None
 ) -> Tensor:
     """Squared error of each block, without its padding."""
-    spec = weight.spec
-    found = spec.dequantize(codes, scale, zero_point, values.shape, torch.float32)
-    square = spec.pad((found - values).square())
-    for dim, size in enumerate(spec.block_size(values.shape)):
-        square = square.unflatten(dim, (-1, size)).sum(dim + 1)
-    return square
+    found = weight.spec.dequantize(codes, scale, zero_point, values.shape, torch.float32)
+    return _block_sums(weight.spec, (found - values).square())
+
+
+def _block_sums(spec: Any, values: Tensor) -> Tensor:
+    """The sum of each block of `values` [..., N, K]."""
+    padded = spec.pad(values)
+    for dim, size in enumerate(spec.block_size(padded.shape)):
+        padded = padded.unflatten(dim, (-1, size)).sum(dim + 1)
+    return padded
+
+
+def _for_elements(spec: Any, of_blocks: Tensor, values: Tensor) -> Tensor:
+    """A number for each block of `values` as one for each of its elements."""
+    for dim, size in enumerate(spec.block_size(spec.padded_shape(values.shape))):
+        of_blocks = of_blocks.repeat_interleave(size, dim)
+    return of_blocks[tuple(slice(size) for size in values.shape)]
