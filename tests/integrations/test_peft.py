@@ -89,6 +89,18 @@ def test_an_adapter_that_adds_to_the_output_in_place() -> None:
     assert losses[-1] < losses[0]
 
 
+@quiet
+@every_scheme
+def test_an_adapter_that_multiplies_the_weight(scheme) -> None:
+    """HRA reflects the inputs by `torch.mm(weight, reflections)`, whose gradient has the weight as its first operand."""
+    model = peft.get_peft_model(base(scheme), peft.HRAConfig(r=4, target_modules=TARGETS))
+    weights = [p for p in model.parameters() if p.requires_grad]
+    losses = train(model, torch.optim.AdamW(weights, lr=1e-1), 5)
+    assert losses[-1] < losses[0]
+    expected = logits(model)
+    assert relative_error(logits(model.merge_and_unload()), expected) < ROUNDING[scheme]
+
+
 @every_scheme
 @pytest.mark.parametrize("adapter", ["lora", "dora"])
 def test_saved_and_loaded(scheme, adapter, tmp_path) -> None:

@@ -178,6 +178,25 @@ def test_a_weight_with_its_inputs_first(case):
         assert relative_error(own, gradient) < 2e-6
 
 
+@every_transposable
+def test_operands_that_are_stored_by_columns(case):
+    """torch computes their gradients by products whose first operand is the weight."""
+    weight = case.make((24, 100))
+    for spelled, size in (
+        (lambda x: x.t() @ weight.t(), 100),
+        (lambda x: x.t() @ weight, 24),
+        (lambda x: (weight @ x).t(), 100),
+        (lambda x: (weight.t() @ x).t(), 24),
+    ):
+        x = values((size, 6), 1).requires_grad_()
+        plain = weight.dequantize().double()
+        plain = plain.t() if size == 100 else plain
+        y = spelled(x)
+        (own,) = torch.autograd.grad(y.square().sum(), x)
+        assert relative_error(y, activation_of(case, x.t()).double() @ plain) < 2e-6
+        assert relative_error(own, plain @ (2 * y.double()).t()) < 2e-6
+
+
 def test_a_trained_bitnet_weight_with_its_inputs_first():
     trained = BitNetTensor(values((24, 96)), lowbit.train.BitNet())
     x = values((6, 24), 1)
