@@ -92,7 +92,7 @@ def test_an_adapter_that_adds_to_the_output_in_place() -> None:
 @quiet
 @every_scheme
 def test_an_adapter_that_multiplies_the_weight(scheme) -> None:
-    """HRA reflects the inputs by `torch.mm(weight, reflections)`, whose gradient has the weight as its first operand."""
+    """HRA reflects the inputs: `torch.mm(weight, reflections)`, whose gradient has the weight as first operand."""
     model = peft.get_peft_model(base(scheme), peft.HRAConfig(r=4, target_modules=TARGETS))
     weights = [p for p in model.parameters() if p.requires_grad]
     losses = train(model, torch.optim.AdamW(weights, lr=1e-1), 5)

@@ -21,7 +21,15 @@ from lowbit import Int8Weight
 from lowbit.tensor import AffineTensor, Int8WeightTensor
 from lowbit.tensor.trained import remainder
 from tests.garbage import only_new
-from tests.tensor.cases import CASES, by_class, every_case, every_trainable, same, values
+from tests.tensor.cases import (
+    CASES,
+    by_class,
+    every_case,
+    every_frozen_weight,
+    every_trainable,
+    same,
+    values,
+)
 
 SHAPE = (8, 96)
 DECAY, UPDATES = 0.99, 60
@@ -121,6 +129,36 @@ def test_averaged_models_of_torch(case, name):
     due = expected(start, end) if "ema" in name else (start + UPDATES * end) / (UPDATES + 1)
     found = average.module.weight.detach().master()
     assert abs(share(found, start, end) - share(due, start, end)) < 0.02
+
+
+@pytest.mark.cover("values")
+@every_frozen_weight
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_averaged_model_keeps_its_frozen_weights(case, name):
+    """As QLoRA has them: they do not change, beside an adapter that does."""
+    model = nn.Module()
+    model.adapter = nn.Parameter(torch.zeros(3))
+    model.weight = nn.Parameter(case.make(SHAPE), requires_grad=False)
+    average = AveragedModel(model, **FUNCTIONS[name])
+    for _ in range(3):
+        average.update_parameters(model)
+        model.adapter.data += 1.0
+    assert same(average.module.weight.data, model.weight.data)
+    assert 0 < average.module.adapter.min() < 3
+
+
+@pytest.mark.filterwarnings("error")
+@every_frozen_weight
+@pytest.mark.parametrize("update", IN_PLACE)
+@torch.no_grad()
+def test_averages_in_place_keep_frozen_weights(case, update):
+    weight = case.make(SHAPE)
+    if update is in_place and weight.spec.scales is not None:
+        pytest.skip("its scales do not hold every factor")
+    average = weight.clone()
+    for _ in range(3):
+        update(average, weight)
+    torch.testing.assert_close(average.dequantize(), weight.dequantize())
 
 
 @by_class

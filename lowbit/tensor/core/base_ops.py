@@ -301,9 +301,9 @@ def looked_up(func: Any, args: Any, kwargs: Any) -> Tensor:
 def product_below_autograd(
     linear: Callable[..., Tensor], func: Any, args: Any, kwargs: Any
 ) -> Tensor:
-    """aten.mm, addmm or linear of a plain input and a low-bit weight, as DTensor calls them, and aten.mm of a weight and
-    a plain operand, as gradients of products are. `linear`: that of the weight's class, which runs where the weight is
-    stored as [N, K]."""
+    """aten.mm, addmm or linear of a plain input and a low-bit weight, as DTensor calls them, and aten.mm of a weight
+    and a plain operand, as gradients of products are. `linear`: that of the weight's class, which runs where the
+    weight is stored as [N, K]."""
     if func is aten.addmm.default:
         bias, x, weight = args
         if isinstance(bias, LowbitTensor):

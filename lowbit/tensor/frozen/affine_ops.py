@@ -69,6 +69,7 @@ def products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
 @AffineTensor.implements(
     *(aten.add.Tensor, aten.sub.Tensor, aten.mul.Tensor, aten.div.Tensor, aten.where.self),
     *(aten.add.Scalar, aten.sub.Scalar, aten.mul.Scalar, aten.div.Scalar, aten.pow.Tensor_Scalar),
+    *(aten.lerp.Scalar, aten.lerp.Tensor),
     *(aten.neg.default, aten.abs.default, aten.isfinite.default, aten.isnan.default),
     *(aten.eq.Tensor, aten.ne.Tensor, aten.eq.Scalar, aten.ne.Scalar),
     *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
@@ -87,6 +88,7 @@ def _values(x: Any) -> Any:
 @AffineTensor.implements(
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
     *(aten.add_.Scalar, aten.mul_.Scalar, aten.div_.Scalar),
+    *(aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcdiv_.default),
 )
 def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Computes in float32, or in float64 for float64 weights."""
@@ -98,3 +100,17 @@ def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
     wide = torch.promote_types(target.dtype, torch.float32)
     target.requantize_(func(target._with(dtype=wide).dequantize(), *others, **kwargs))
     return target
+
+
+@AffineTensor.implements(
+    *(aten._foreach_lerp_.Scalar, aten._foreach_lerp_.List, aten._foreach_addcdiv_.Scalar),
+    *(aten._foreach_mul_.Scalar, aten._foreach_add_.List, aten._foreach_add_.Scalar),
+    *(aten._foreach_sub_.List, aten._foreach_sub.List, aten._foreach_mul.Scalar),
+    *(aten._foreach_copy_.default, aten._foreach_div_.Scalar),
+)
+def _on_lists(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """One tensor at a time: averages of whole models have their frozen weights beside others on their lists."""
+    name = func.overloadpacket.__name__.removeprefix("_foreach_")
+    lists = [a if isinstance(a, list | tuple) else [a] * len(args[0]) for a in args]
+    results = [getattr(own[0], name)(*own[1:], **kwargs) for own in zip(*lists, strict=True)]
+    return None if func._schema.is_mutable else results

@@ -81,6 +81,8 @@ def _ratio(weight: Any, values: Tensor) -> Tensor | None:
 
 def _multiplied(weight: Any, ratio: Tensor) -> dict[str, Tensor] | None:
     """The inner tensors of scales and zero points times `ratio`. None where their format does not hold the products."""
+    if bool((ratio == 1).all()):
+        return {}
     spec, scale = weight.spec, weight.scale_values()
     wanted = scale.double() * ratio
     if spec.scales is None and not spec.rounds_minimum:
