@@ -255,3 +255,16 @@ def test_a_dequantized_model_is_saved_as_any(tmp_path) -> None:
     model.save_pretrained(tmp_path)
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert relative_error(logits(loaded), expected) < 1e-5
+
+
+@pytest.mark.parametrize("prepare", [lb.qat.prepare_, lb.quantize_], ids=["qat", "quantize"])
+def test_a_head_of_another_size_is_prepared_again(prepare) -> None:
+    """transformers puts a new layer in its place, which is plain."""
+    scheme = lb.Int4WeightOnly(32)
+    model = llama()
+    prepare(model, {"lm_head": scheme, "*": scheme})
+    kind = type(model.lm_head.weight)
+    model.resize_token_embeddings(136, mean_resizing=False)
+    assert type(model.lm_head.weight) is nn.Parameter
+    assert list(prepare(model, {"lm_head": scheme}).converted) == ["lm_head.weight"]
+    assert type(model.lm_head.weight) is kind and model(TOKENS).logits.shape[-1] == 136

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.nn.utils import prune
 
 import lowbit
 from lowbit import AffineTensor, Int8WeightOnly
@@ -212,17 +213,58 @@ def test_data_refuses_a_misfit(case) -> None:
     assert same(w, case.make((8, 96)))
 
 
+@quiet
 @every_trainable
-def test_a_trainable_weight_is_changed_in_place_through_data(case) -> None:
-    """`weight.data += x` assigns the tensor that it changed in place; other values are refused."""
+def test_a_trainable_weight_is_changed_through_data(case) -> None:
+    """In place by `weight.data += x`, and by new values as those of a plain tensor, which its aliases do not get."""
     w = nn.Parameter(case.make((8, 96)))
     before = w.master().clone()
     w.data += 0.5
-    assert relative_error(w.master(), before + 0.5) < (
-        0.2 if case.name == "train-int4-weight" else 0.01
-    )
-    with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
-        w.data = before
+    rounding = 0.2 if case.name == "train-int4-weight" else 0.01
+    assert relative_error(w.master(), before + 0.5) < rounding
+    kept, old, wanted = w.data, w.master().clone(), values((8, 96), seed=4)
+    w.data = wanted
+    assert isinstance(w, nn.Parameter) and type(w.data) is case.kind
+    assert relative_error(w.master(), wanted) < rounding
+    F.linear(values((3, 96), 1), w).sum().backward()
+    twin = nn.Parameter(case.make((8, 96)))
+    with torch.no_grad():
+        twin.copy_(wanted)
+    assert same_bits(F.linear(values((3, 96), 1), w), F.linear(values((3, 96), 1), twin))
+    w.data = kept
+    assert same_bits(w.master(), old)
+    for given in (wanted[:, 1:], wanted.double()):
+        with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
+            w.data = given
+
+
+@every_trainable
+def test_data_shares_memory_where_the_weight_is_in_high_precision(case) -> None:
+    """As parameters that are views of one flat tensor do. Codes are told that they round."""
+    w, flat = nn.Parameter(case.make((8, 96))), values((2, 8, 96), 4)
+    if w.updated_in_place() is None:
+        with pytest.warns(UserWarning, match=r"takes new values by \.data"):
+            w.data = flat[1]
+        return
+    w.data = flat[1]
+    flat.zero_()
+    assert torch.equal(w.master(), flat[1])
+
+
+@pytest.mark.filterwarnings("ignore:.* takes new values")
+@every_trainable
+def test_a_pruned_weight_without_its_mask(case) -> None:
+    layer = nn.Linear(96, 8)
+    layer.weight = nn.Parameter(case.make((8, 96)))
+    prune.l1_unstructured(layer, "weight", 0.25)
+    masked = layer.weight.detach()
+    prune.remove(layer, "weight")
+    assert type(layer.weight.data) is case.kind and isinstance(layer.weight, nn.Parameter)
+    rounding = 0.15 if case.name == "train-int4-weight" else 0.01
+    assert relative_error(layer.weight.master(), masked) < rounding
+    assert (layer.weight.master() == 0).sum() >= 8 * 96 // 4
+    layer(values((3, 96), 1)).sum().backward()
+    assert layer.weight.grad is not None
 
 
 @by_class

@@ -14,6 +14,7 @@ Every other function (optimizers, norms, initialisers, regularisers) sees the ma
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar, Self
 
@@ -115,6 +116,24 @@ class TrainableTensor(LowbitTensor):
         """One like this from other plain values of this shape, in their dtype. Raises ValueError as making one does."""
         made: Any = torch.empty_like(self, device=values.device if self.is_meta else None)
         return made.copy_(values)
+
+    def _assign_data(self, values: Tensor) -> None:
+        """Takes plain values of this shape, dtype and device too, as `torch.nn.utils.prune.remove` assigns them. Warns
+        where it rounds them to codes."""
+        alike = (values.shape, values.dtype, values.device) == (self.shape, self.dtype, self.device)
+        is_turned = self.transposed or self.flat_from is not None
+        if isinstance(values, LowbitTensor) or is_turned or not alike:
+            super()._assign_data(values)
+            return
+        if self.updated_in_place() is None:
+            warnings.warn(
+                f"{type(self).__name__} takes new values by .data, rounded to its own codes: changes below half the "
+                "distance of two of them are lost; weight.copy_(values), under no_grad, keeps what an average loses, "
+                "and an optimizer rounds as the scheme says",
+                stacklevel=1,  # this line, so that all weights together warn once
+            )
+        with torch.no_grad():
+            self._take_over(self.over(values.detach()))
 
     # ---- values ----------------------------------------------------------------------------------------------
 
