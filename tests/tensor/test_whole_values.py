@@ -46,6 +46,13 @@ READS: dict[str, Callable[[Tensor], Any]] = {
     "columns": lambda w: w.index_select(1, torch.tensor([3, 1])),
     "cat": lambda w: torch.cat([w, torch.zeros(1, 64)]),
     "flip": lambda w: w.flip(0),
+    "distances": lambda w: torch.cdist(w, w + 1.0),
+    "cosines": lambda w: nn.functional.cosine_similarity(w, torch.ones(64)),
+    "pairs": lambda w: nn.functional.pairwise_distance(w, torch.ones(1, 64)),
+    "kronecker": lambda w: torch.kron(torch.eye(2), w),
+    "column": lambda w: w[torch.tensor([3, 4]), 2],
+    "differences": lambda w: torch.diff(w, dim=1),
+    "trapezoid": lambda w: torch.trapezoid(w, dim=1),
 }
 WITHOUT_GRADIENT: dict[str, Callable[[Tensor], Any]] = {
     "histogram": lambda w: torch.histc(w.detach(), 10),
@@ -68,6 +75,8 @@ WRITES: dict[str, Callable[[Tensor], Any]] = {
     "addmm": lambda w: w.addmm_(torch.ones(96, 2), torch.ones(2, 64)),
     "eye": nn.init.eye_,
     "orthogonal": nn.init.orthogonal_,
+    "sparse": lambda w: nn.init.sparse_(w, 0.5),
+    "column": lambda w: w.__setitem__((torch.tensor([3, 4]), 2), 1.0),
 }
 
 
@@ -136,6 +145,21 @@ def test_a_write_changes_the_weight_and_is_counted(name: str) -> None:
         assert error <= most, (what, error)
 
 
+@pytest.mark.parametrize("name", TRAINED)
+@torch.no_grad()
+def test_a_wide_weight_becomes_orthogonal(name: str) -> None:
+    """`nn.init.orthogonal_` transposes a new tensor like it in place."""
+    model = nn.Sequential(nn.Linear(96, 64, bias=False))
+    (lowbit.qat if name.startswith("qat") else lowbit.train).prepare_(model, TRAINED[name])
+    weight: Any = model[0].weight
+    nn.init.orthogonal_(weight)
+    gram = weight.master() @ weight.master().T
+    assert (gram - torch.eye(64)).norm() <= {"int8": 0.1, "int4": 1.2}.get(name, 1e-5)
+    turned = weight.detach().clone()
+    assert turned.t_() is turned and turned.shape == (96, 64)
+    assert torch.equal(turned.dequantize(), weight.dequantize().T)
+
+
 @pytest.mark.parametrize("name", ["int8", "qat", "qat-int8"])
 @torch.no_grad()
 def test_writes_to_a_flat_copy_of_the_transpose_reach_the_copy(name: str) -> None:
@@ -188,7 +212,9 @@ def test_views_stacks_and_changes_of_shape_stay_refused(name: str) -> None:
     for refused in (
         lambda: weight.diagonal(),
         lambda: weight.expand(2, 96, 64),
-        lambda: weight.detach().t_(),
+        lambda: weight.detach().unsqueeze_(0),
+        lambda: weight[:, 3],
+        lambda: weight[:, ::2],
         lambda: torch.func.stack_module_state([made(name)[0], made(name)[0]]),
         lambda: torch.cat(
             [weight, lowbit.AffineTensor.from_float(weight.detach().master(), TRAINED["qat"])]

@@ -24,6 +24,7 @@ from lowbit.tensor.core.checks import check_not_flat as check_not_flat
 from lowbit.tensor.core.checks import check_weight as check_weight
 from lowbit.tensor.core.contracted import MATMULS as MATMULS
 from lowbit.tensor.core.contracted import NoProduct as NoProduct
+from lowbit.tensor.core.contracted import NoView as NoView
 from lowbit.tensor.core.contracted import of_stack as of_stack
 from lowbit.tensor.core.contracted import of_swapped as of_swapped
 from lowbit.tensor.core.dtensor import largest_over_ranks as largest_over_ranks
@@ -33,6 +34,8 @@ from lowbit.tensor.core.dtensor import replicated as replicated
 from lowbit.tensor.core.dtensor import split_as as split_as
 from lowbit.tensor.core.fsdp import Gather as Gather
 from lowbit.tensor.core.fsdp import Wire as Wire
+from lowbit.tensor.core.indexing import is_advanced as is_advanced
+from lowbit.tensor.core.indexing import writes as writes
 from lowbit.tensor.core.reading import ROUNDING_INPUTS as ROUNDING_INPUTS
 from lowbit.tensor.core.reading import below_transform as below_transform
 from lowbit.tensor.core.reading import in_forward as in_forward

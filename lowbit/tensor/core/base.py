@@ -32,7 +32,7 @@ from torch import Tensor
 
 from lowbit.numerics import class_names
 from lowbit.numerics.packing import as_bytes
-from lowbit.tensor.core.contracted import CONTRACTIONS, contracted
+from lowbit.tensor.core.contracted import CONTRACTIONS, NoView, contracted
 from lowbit.tensor.core.fsdp import FSDPHooks
 from lowbit.tensor.core.indexing import READS, as_copies, index_in_graph, is_advanced, write
 from lowbit.tensor.core.pickled import Pickling
@@ -409,6 +409,10 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             f"{type(self).__name__} of shape {tuple(self.shape)} does not support {what}; {self.way_out}"
         )
 
+    def _no_view(self, what: str) -> NoView:
+        """As `_unsupported`, for a view: an operation that takes the view inside may read the values."""
+        return NoView(self._unsupported(what))
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         meta = "".join(
             f", {name}={value!r}" for name, value in self.meta().items() if value is not None
@@ -470,8 +474,16 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
             return read(func, args, kwargs or {})
         if func in _SPECIAL:
             return cls._special(func, args, kwargs or {})
-        with torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **(kwargs or {}))
+        try:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        except NoView as error:
+            return cls._without_views(func, args, kwargs or {}, error)
+
+    @classmethod
+    def _without_views(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
+        """A function that failed with `error`, as it is such a view, or takes one inside."""
+        raise NotImplementedError(error) from None
 
     @classmethod
     def computed(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:

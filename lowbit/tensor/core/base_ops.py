@@ -98,7 +98,7 @@ _SLICE_DEFAULTS: tuple[Any, ...] = (0, None, None, 1)
 def _slice(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     self, dim, start, end, step = tuple(args) + _SLICE_DEFAULTS[len(args) - 1 :]
     if step != 1:
-        raise self._unsupported(f"slicing with step {step}")
+        raise self._no_view(f"slicing with step {step}")
     dim = dim % self.ndim
     start, end, _ = slice(start, end).indices(self.shape[dim])
     if self.flat_from is not None and (start, end) == (0, self.shape[0]):
@@ -134,7 +134,7 @@ def _select(func: Any, args: Any, kwargs: Any) -> Tensor | list[Any]:
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     check_not_flat(self, "select")
     if dim % self.ndim != 0:
-        raise self._unsupported(
+        raise self._no_view(
             f"selecting along dimension {dim} (accepted: dimension 0, a row or an expert)"
         )
     size = self.shape[0]
@@ -203,7 +203,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
         viewed = self._view(shape)
         if viewed is not None:
             return viewed
-    raise self._unsupported(f"a view as {shape}")
+    raise self._no_view(f"a view as {shape}")
 
 
 @_implements(aten.as_strided.default)

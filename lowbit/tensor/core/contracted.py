@@ -38,6 +38,10 @@ class NoProduct(NotImplementedError):
     """A contraction that is not a product of the weight."""
 
 
+class NoView(NotImplementedError):
+    """A view that a low-bit tensor does not have. An operation that computes with such a view may read values."""
+
+
 def contracted(func: Callable[..., Any], args: Any, kwargs: dict[str, Any], low: type) -> Tensor:
     """One of `CONTRACTIONS`, where an operand is of the class `low`. Raises NoProduct for another contraction."""
     return CONTRACTIONS[func](low, *args, **kwargs)

@@ -26,7 +26,7 @@ class RowCopy(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if _has_row(kwargs.get("out")) or (_writes(func) and args and _has_row(args[0])):
+        if _has_row(kwargs.get("out")) or (writes(func) and args and _has_row(args[0])):
             raise NotImplementedError(
                 "a row of a low-bit tensor is a copy, and writing to it would not reach the tensor; accepted: "
                 "tensor[i] = values, or row.clone() for values of your own"
@@ -70,7 +70,8 @@ _NEUTRAL = {"requires_grad_", "retain_grad"}
 _SET_DATA = Tensor.data.__set__  # type: ignore[attr-defined]
 
 
-def _writes(func: Any) -> bool:
+def writes(func: Any) -> bool:
+    """True if a function of torch, or the setter of `data`, changes its first argument."""
     if func == _SET_DATA:
         return True
     name = getattr(func, "__name__", "")

@@ -75,7 +75,7 @@ class BlockCodes:
         if self.ndim > 2 or (start, end) == (0, size):
             return LowbitTensor._slice(self, dim, start, end)
         if dim != 0 or start % BLOCK or (end % BLOCK and end != size):
-            raise self._unsupported(
+            raise self._no_view(
                 f"slicing dimension {dim} at {start}:{end} (accepted: rows in whole blocks of {BLOCK})"
             )
         tensors = {

@@ -139,7 +139,7 @@ class Int4WeightTensor(Int8WeightTensor):
         if self.transposed or dim < self.ndim - 1 or (start, end) == (0, size):
             return super()._slice(dim, start, end) if (start, end) != (0, size) else self._with()
         if any(edge % group and edge != size for edge in (start, end)):
-            raise self._unsupported(
+            raise self._no_view(
                 f"slicing dimension {dim} of {size} at {start}:{end} (accepted: multiples of its groups of {group})"
             )
         first, groups = start // group, -(-end // group) - start // group

@@ -33,12 +33,15 @@ from lowbit.tensor.core import (
     MATMULS,
     LowbitTensor,
     NoProduct,
+    NoView,
     aten,
     count_change,
     in_forward,
     of_swapped,
+    writes,
     written,
 )
+from lowbit.tensor.trained.of_values import changed, is_of_values, is_view, may_set, memory
 from lowbit.tracing import tracer
 
 KEEP_OUT = (
@@ -335,6 +338,8 @@ class TrainableTensor(LowbitTensor):
             return func(_read_whole(args[0]), *args[1:], **kwargs)
         try:
             return super()._special(func, args, kwargs)
+        except NoView as error:
+            return cls._without_views(func, args, kwargs, error)
         except NoProduct:
             own, named = tree_map(_read_whole, (args, kwargs))
             if any(isinstance(x, LowbitTensor) for x in tree_leaves((own, named))):
@@ -342,17 +347,33 @@ class TrainableTensor(LowbitTensor):
             return func(*own, **named)
 
     @classmethod
+    def _without_views(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
+        """Compute with the values. Raises `error` for a view itself, which would not share memory with the weight, and
+        for a write, except to elements that lists or tensors of positions choose."""
+        if func is Tensor.__setitem__ and isinstance(args[0], TrainableTensor) and may_set(*args):
+            args[0].write_at(args[1], args[2])
+            return None
+        if writes(func):
+            return super()._without_views(func, args, kwargs, error)
+        own, named = tree_map(_read_whole, (args, kwargs))
+        result = func(*own, **named)
+        read = {memory(x) for x in tree_leaves((own, named)) if isinstance(x, Tensor)}
+        if any(memory(x) in read for x in tree_leaves(result) if isinstance(x, Tensor)):
+            return super()._without_views(func, args, kwargs, error)
+        return result
+
+    @classmethod
     def _unimplemented(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
         """Compute with the values of the weights, and write to those that the operation changes. Raises `error` for an
         operation that does more than that, and for one that a forward pass calls below autograd, where values of a
         weight that is rounded later would not be rounded."""
         given: list[Any] = [x for x in tree_leaves((args, kwargs)) if isinstance(x, LowbitTensor)]
-        targets: list[Any] = [
-            x for x in _changed(func, args, kwargs) if isinstance(x, LowbitTensor)
-        ]
+        targets: list[Any] = [x for x in changed(func, args, kwargs) if isinstance(x, LowbitTensor)]
         train = all(isinstance(x, TrainableTensor) for x in given)
+        if train and not targets and is_view(func):
+            raise NoView(error)
         rounds = not targets and any(x.rounds_reads for x in given)
-        if not (_is_of_values(func) and train) or (rounds and in_forward()):
+        if not (is_of_values(func) and train) or (rounds and in_forward()):
             raise error
         values = {id(x): x.whole(any(x is t for t in targets)) for x in given}
 
@@ -372,6 +393,14 @@ class TrainableTensor(LowbitTensor):
     def write_whole(self, values: Tensor) -> None:
         """Take over what an operation in place made of `whole(True)`, rounded to nearest."""
         self.copy_(values)
+
+    def write_at(self, index: Any, value: Any) -> None:
+        """`self[index] = value` by an index of which torch takes a view first."""
+        values = self.whole(True)
+        values[index] = value
+        self.write_whole(values)
+        count_change([self])
+        torch.autograd.graph.increment_version(self)
 
     @classmethod
     def on_lists(cls, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -433,24 +462,6 @@ READ = (
 )
 
 
-_REFUSED = (aten.stack, aten.convolution, aten.record_stream, aten._resize_output_)
-"""`torch.func.functional_call` would multiply by a stack of weights without rounding, and a convolution would, too."""
-
-
-def _is_of_values(func: Any) -> bool:
-    """True if an operation reads or writes elements alone: it returns no view, and moves or resizes nothing."""
-    aliases = [a.alias_info for a in func._schema.arguments if a.alias_info is not None]
-    is_view = torch.Tag.inplace_view in func.tags or not all(a.is_write for a in aliases)
-    own = func.namespace == "aten" and func.overloadpacket not in _REFUSED
-    return own and not is_view
-
-
-def _changed(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The arguments that an operation changes, `out` among them."""
-    named = [a.name for a in func._schema.arguments if a.alias_info and a.alias_info.is_write]
-    return [*written(func, args), *(kwargs[name] for name in named if name in kwargs)]
-
-
 def _read_whole(x: Any) -> Any:
     """The values of a weight, plain, with its gradient: of the master outside of a forward pass."""
     return x * 1 if isinstance(x, TrainableTensor) else x
@@ -494,6 +505,18 @@ def _read(func: Any, args: Any, kwargs: Any) -> Any:
         return x.operand() if func in ARITHMETIC else x.dequantize()
 
     return func(*tree_map(values, args), **tree_map(values, kwargs))
+
+
+@TrainableTensor.implements(aten.t_.default)
+def _turn(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """`nn.init.orthogonal_` turns a new tensor like a weight with more columns than rows."""
+    turned = aten.t.default(args[0])
+    with torch._C._DisableTorchDispatch():
+        func(*args)  # sizes and strides of the wrapper
+    for name, value in turned.meta().items():
+        setattr(args[0], name, value)
+    args[0]._take_over(turned)
+    return args[0]
 
 
 def _scales(target: Any, factor: Any) -> bool:
