@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# ml_dtypes 0.6.0, numpy 2.4.6, torch 2.13.0 (CPU): zero as float8_e8m0fnu, the type of the scales of MXFP4 and MXFP8, is NaN in ml_dtypes
-# and 2**-127 in torch. So a block of zeros (padding, a dead channel), quantized in numpy by the largest value over 6, has a
-# scale of NaN and comes back as NaN. In torch it comes back as zeros. Numbers that are not zero agree, from 2**-127 up.
+# ml_dtypes 0.6.0, numpy 2.4.6, torch 2.13.0 (CPU): zero as float8_e8m0fnu, the type of the scales of MXFP4 and MXFP8, is NaN in
+# ml_dtypes and 2**-127 in torch. So a block of zeros (padding, a dead channel) that numpy quantizes by its largest value over 6
+# has a scale of NaN and comes back as NaN. In torch it comes back as zeros. Positive numbers are the same in both.
 #
-# One would guess that a cast to a type without zero takes the nearest number that it has, as casts to float4_e2m1fn take 6 for
-# 1e9. Positive numbers below 2**-127 do become 2**-127.
+# One would guess that a cast to a type without zero takes the nearest number that it has, as a cast of 1e9 to float4_e2m1fn
+# takes 6. Positive numbers below 2**-127 do become 2**-127, the smallest of them too.
 #
 # Exits non-zero if both give one value.
 set -euo pipefail

@@ -16,12 +16,10 @@ from lowbit.tensor import joined
 SCHEME = Int4WeightOnly(group_size=16)
 
 
-def test_a_trained_weight_takes_no_data() -> None:
+def test_a_trained_weight_takes_no_data_of_another_shape() -> None:
     layer = nn.Linear(32, 8)
     layer.weight = nn.Parameter(FakeQuantizedTensor(torch.randn(8, 32), SCHEME))
     before = layer.weight.dequantize()
-    with pytest.raises(NotImplementedError, match=r"assigning \.data .*copy_"):
-        layer.weight.data = torch.zeros(8, 32)
     with pytest.raises(NotImplementedError, match=r"resize a model.*before it is prepared"):
         layer.weight.data = torch.zeros(9, 32)
     assert torch.equal(layer.weight.dequantize(), before)

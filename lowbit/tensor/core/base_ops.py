@@ -58,6 +58,9 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         return dst.copy_(src.master())
     if dst.shape != src.shape:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
+    if dst.flat_from is not None and not isinstance(src, LowbitTensor):
+        dst._with(shape=dst.flat_from).copy_(src.reshape(dst.flat_from))
+        return dst
     meta: dict[str, Any] = {}
     if not isinstance(src, LowbitTensor):
         if dst.holds(src):
@@ -196,7 +199,7 @@ def _view(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
         if shape == self.flat_from:
             return self._with(shape=shape)
     elif len(shape) == 1 and shape[0] == numel:
-        flat = self._with(shape=shape)
+        flat = self._map(Tensor.contiguous, shape=shape)  # a copy of a transposed master
         flat.flat_from = tuple(self.shape)
         return flat
     else:
