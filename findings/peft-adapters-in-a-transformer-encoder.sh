@@ -26,7 +26,7 @@ x = torch.randn(2, 5, 64)
 
 
 def change(y: torch.Tensor) -> float:
-    return float((y - base).norm() / base.norm())
+    return ((y - base).norm() / base.norm()).item()
 
 
 with torch.no_grad():
