@@ -52,22 +52,31 @@ class Row(NamedTuple):
         return grad_of_input(grad, kept[0]), None
 
 
-def grad_of_input(grad: Tensor, weight: Weight) -> Tensor:
+def grad_of_input(grad: Tensor, weight: Weight, to: Tensor | None = None) -> Tensor:
     """The gradient [..., K] of a product's input, of that of its result [..., N]: a product with the frozen weight
     [N, K], in low bits or plain.
 
     On a GPU the weight is decoded into memory of limited size, where nothing differentiates this product again.
+
+    Args:
+        to: [M, K], to which that of `grad` [M, N] is added in place.
     """
+
+    def product(values: Tensor) -> Tensor:
+        values = values.to(grad.dtype)
+        return grad @ values if to is None else to.addmm_(grad, values)
+
     with torch._C.DisableTorchFunctionSubclass():
         if getattr(weight, "stored_as", None) is None:
-            return grad @ weight.to(grad.dtype)
+            return product(weight)
         is_whole = weight.dtype is grad.dtype and weight.numel() * grad.itemsize <= MOST_BYTES
         if not is_whole and grad.is_cuda and not torch.is_grad_enabled() and grad.dtype in FLOATS:
             found = op_matrix(weight, grad.dtype)
             if found is not None:
                 size = weight.shape[1]
-                return kernels.input_gradient.input_gradient(grad, **found, size=size)
-        return grad @ weight.dequantize().to(grad.dtype)
+                own = kernels.input_gradient.input_gradient(grad, **found, size=size)
+                return own if to is None else own.add_(to)
+        return product(weight.dequantize())
 
 
 def op_matrix(weight: Weight, dtype: torch.dtype) -> dict[str, Any] | None:
