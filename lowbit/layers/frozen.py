@@ -36,6 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit.layers import adapter_input
 from lowbit.layers.routed_experts import routed_forward
 from lowbit.layers.stand_in import StandIn, give, names_given, take, without
 from lowbit.linear.frozen import registered
@@ -80,6 +81,7 @@ def show_frozen(modules: Iterable[nn.Module]) -> None:
         except TypeError:
             continue
         _show_all(module)
+        adapter_input.watch()
 
 
 def hide_frozen(modules: Iterable[nn.Module]) -> None:
