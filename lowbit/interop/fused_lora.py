@@ -29,12 +29,12 @@ from lowbit.convert import check_module, is_tuner
 from lowbit.layers.frozen import shown_class
 from lowbit.layers.stand_in import StandIn, give
 from lowbit.linear.frozen.checks import autocast_dtype
-from lowbit.linear.frozen.row import MOST_BYTES, grad_of_input
+from lowbit.linear.frozen.row import grad_of_input
+from lowbit.linear.frozen.weight_only import decoded_for
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tracing import tracer
 
-MANY_TOKENS = 4096
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 
@@ -113,14 +113,11 @@ def _added(to: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
 
 
 def _values(weight: Any, x: Tensor) -> Tensor:
-    """The weight of a product with x. For very many tokens no kernel is faster than decoding it first, and that without
-    the way through an op costs the host least."""
-    with _PlainAttributes():
-        if not x.is_cuda or x.numel() < MANY_TOKENS * x.shape[-1] or weight.dtype is not x.dtype:
-            return weight
-        is_read = isinstance(weight, AffineTensor) and weight.activation is None
-        is_whole = is_read and weight.numel() * x.itemsize <= MOST_BYTES
-        return weight.dequantize() if is_whole else weight
+    """The weight of a product with x: decoded for very many tokens."""
+    if not isinstance(weight, AffineTensor) or weight.activation is not None:
+        return weight
+    values = decoded_for(x, weight)
+    return weight if values is None else values
 
 
 class _Fused(StandIn):

@@ -25,13 +25,18 @@ class UncastInput(StandIn):
     def _cast_input_dtype(self: Any, x: Any, dtype: torch.dtype) -> Any:
         if _is_cast_back(self, x):
             return x
-        return super()._cast_input_dtype(x, dtype)
+        plain: Any = super()
+        return plain._cast_input_dtype(x, dtype)
 
 
 def _is_cast_back(layer: Any, x: Any) -> bool:
     """True if the adapters do nothing with their input but products that autocast casts to its dtype. Dropout would
     draw another mask, since the draw depends on the dtype."""
-    if torch.compiler.is_compiling() or type(x) is not Tensor or getattr(layer, "lora_variant", 1):
+    if (
+        torch.compiler.is_compiling()
+        or type(x) is not Tensor
+        or getattr(layer, "lora_variant", True)
+    ):
         return False
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) is not x.dtype:

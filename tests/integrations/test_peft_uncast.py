@@ -86,7 +86,10 @@ def test_other_tuners_and_plain_bases_are_left_alone() -> None:
     model = llama(num_hidden_layers=1)
     plain = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
     assert not any(isinstance(m, UncastInput) for m in plain.modules())
-    for config in (peft.LoHaConfig(r=4, target_modules=["q_proj"]), peft.AdaLoraConfig(total_step=9)):
+    for config in (
+        peft.LoHaConfig(r=4, target_modules=["q_proj"]),
+        peft.AdaLoraConfig(total_step=9),
+    ):
         config.target_modules = {"q_proj"}
         model = llama(num_hidden_layers=1).to(torch.bfloat16)
         lb.quantize_(model, lb.NF4WeightOnly(32), is_inner_linear)

@@ -172,6 +172,11 @@ def launch(
         constants: the kernel's ``tl.constexpr`` and options of the launch, such as ``num_warps``.
     """
     with torch.cuda.device_of(results[0]):
+        if op is None and results[0].is_cuda:
+            own = {name: value for name, value in constants.items() if name in kernel.arg_names}
+            options = {name: value for name, value in constants.items() if name not in own}
+            launch_kept(kernel, (programs,), arguments, own, **options)
+            return
         compiled = kernel[(programs,)](*arguments, **constants)
     # Nothing comes back from the interpreter.
     plannable = compiled is not None and results[0].is_cuda

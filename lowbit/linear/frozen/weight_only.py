@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 import lowbit_kernels as kernels
-from lowbit.linear.frozen.row import Weight, op_matrix
+from lowbit.linear.frozen.row import MOST_BYTES, Weight, op_matrix
 from lowbit.numerics.granularity import PerGroup, PerRow
 from lowbit.numerics.number_format import Int
 from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
 
 _FORMATS = (Int(4), Int(8))
+MANY_TOKENS = 4096
+"""Up to that number `lowbit_kernels` has kernels that are faster than decoding the weight first."""
+_is_compiling = torch.compiler.is_compiling
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_PlainAttributes = torch._C.DisableTorchFunctionSubclass
 
 
 def has_int_kernel(x: Tensor, weight: Weight, bias: Tensor | None = None) -> bool:
@@ -63,6 +69,8 @@ def linear_by_op(
     """The same by the op."""
     if weight.activation is not None:
         x = weight.rounded_input(x)
+    if residual is None and (values := decoded_for(x, weight)) is not None:
+        return F.linear(x, values, bias)
     tensors = (x, weight.codes, weight.scale, weight.zero_point, bias, residual)
     return kernels.weight_linear.weight_linear(*tensors, group_size=group_size_of(x, weight))
 
@@ -73,9 +81,25 @@ def matrix_linear(
     """`weight_linear` for codes in any format."""
     if weight.activation is not None:
         x = weight.rounded_input(x)
+    if residual is None and (values := decoded_for(x, weight)) is not None:
+        return F.linear(x, values, bias)
     found = op_matrix(weight, x.dtype)
     assert found is not None
     return kernels.weight_linear.weight_linear(x, bias=bias, residual=residual, **found)
+
+
+def decoded_for(x: Tensor, weight: Weight) -> Tensor | None:
+    """The values of a matrix for an eager product with very many tokens; None for other products.
+
+    The op decodes the weight too, and then multiplies. But it takes the scales of double quantization decoded, by
+    several operations of PyTorch, which cost the host more than the product of such a layer leaves it.
+    """
+    if not x.is_cuda or x.numel() <= MANY_TOKENS * x.shape[-1]:
+        return None
+    with _PlainAttributes():
+        if _is_compiling() or _dispatch_modes() or weight.ndim != 2 or weight.dtype is not x.dtype:
+            return None
+        return weight.dequantize() if weight.numel() * x.itemsize <= MOST_BYTES else None
 
 
 def group_size_of(x: Tensor, weight: Weight) -> int:
