@@ -15,6 +15,10 @@ from lowbit_kernels.runtime.library import FLOATS
 MOST_BYTES = 2**27
 """Bytes of a weight that a GPU decodes as a whole for a gradient."""
 
+READ_BY_OPS = ("integers", "float8", "table")
+"""The values of `stored_as` whose layout of codes the ops of lowbit_kernels know."""
+_is_compiling = torch.compiler.is_compiling
+
 Weight = Any
 """A LowbitTensor [N, K] with the attributes of an AffineTensor. Both import this package, so it does not name them."""
 Condition = Callable[[Tensor, Weight, Tensor | None], bool]
@@ -71,12 +75,28 @@ def grad_of_input(grad: Tensor, weight: Weight, to: Tensor | None = None) -> Ten
             return product(weight)
         is_whole = weight.dtype is grad.dtype and weight.numel() * grad.itemsize <= MOST_BYTES
         if not is_whole and grad.is_cuda and not torch.is_grad_enabled() and grad.dtype in FLOATS:
+            values = decoded(weight, grad.dtype)
+            if values is not None:
+                return product(values)
             found = op_matrix(weight, grad.dtype)
             if found is not None:
                 size = weight.shape[1]
                 own = kernels.input_gradient.input_gradient(grad, **found, size=size)
                 return own if to is None else own.add_(to)
         return product(weight.dequantize())
+
+
+def decoded(weight: Weight, dtype: torch.dtype) -> Tensor | None:
+    """The values of a matrix in `dtype`, rounded once, in eager code; None where they exceed `MOST_BYTES`, and where a
+    weight in another dtype would round them twice."""
+    if weight.ndim != 2 or weight.numel() * dtype.itemsize > MOST_BYTES or _is_compiling():
+        return None
+    if weight.dtype is not dtype:
+        if weight.dtype is not torch.float32 or weight.stored_as not in READ_BY_OPS:
+            return None
+        weight = weight._with(dtype=dtype)
+    values: Tensor = weight.dequantize()
+    return values
 
 
 def op_matrix(weight: Weight, dtype: torch.dtype) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
-from lowbit.linear.frozen.row import MOST_BYTES, Weight, op_matrix
+from lowbit.linear.frozen.row import Weight, decoded, op_matrix
 from lowbit.numerics.granularity import PerGroup, PerRow
 from lowbit.numerics.number_format import Int
 from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
@@ -19,7 +19,6 @@ from lowbit_kernels.weight_only.weight_operands import GROUP_STEP, HALVES
 _FORMATS = (Int(4), Int(8))
 MANY_TOKENS = 4096
 """Up to that number `lowbit_kernels` has kernels that are faster than decoding the weight first."""
-_is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
 
@@ -97,9 +96,7 @@ def decoded_for(x: Tensor, weight: Weight) -> Tensor | None:
     if not x.is_cuda or x.numel() <= MANY_TOKENS * x.shape[-1]:
         return None
     with _PlainAttributes():
-        if _is_compiling() or _dispatch_modes() or weight.ndim != 2 or weight.dtype is not x.dtype:
-            return None
-        return weight.dequantize() if weight.numel() * x.itemsize <= MOST_BYTES else None
+        return None if _dispatch_modes() else decoded(weight, x.dtype)
 
 
 def group_size_of(x: Tensor, weight: Weight) -> int:

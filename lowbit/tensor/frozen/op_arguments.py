@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from lowbit.linear.frozen.row import READ_BY_OPS
 from lowbit.numerics.lookup_table import DYNAMIC8, LookupTable
 from lowbit.numerics.scale_format import E4M3, Double
 from lowbit.numerics.spec import Spec, crop
@@ -22,9 +23,6 @@ _is_compiling = torch.compiler.is_compiling
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_traced = torch._C._is_tracing
 _PlainAttributes = torch._C.DisableTorchFunctionSubclass
-
-_READ = ("integers", "float8", "table")
-"""The values of `stored_as` whose layout of codes the ops know."""
 
 
 class _Layout(NamedTuple):
@@ -54,7 +52,7 @@ class ReadByOps:
 
         Rows are those of the codes, which may be padded.
         """
-        if self.stored_as not in _READ or self.transposed or self.flat_from is not None:
+        if self.stored_as not in READ_BY_OPS or self.transposed or self.flat_from is not None:
             return None
         if 0 in self.shape:
             return None
@@ -91,7 +89,7 @@ class ReadByOps:
     def _dequantize_on_gpu(self: Any) -> Tensor | None:
         """`dequantize()` of a tensor that is neither transposed nor flat nor empty; None where no op reads it."""
         with _PlainAttributes():
-            if self.stored_as not in _READ:
+            if self.stored_as not in READ_BY_OPS:
                 return None
             if _is_compiling() or _dispatch_modes() or _is_traced() or self.codes.ndim != 2:
                 return values_by_op(self, self._arguments(*_scales(self)))
