@@ -1,14 +1,10 @@
-"""PEFT's LoRA layers over frozen weights, whose base product adds to the adapters' result.
+"""PEFT's LoRA layers over frozen weights, with the adapters added into the result of the base product.
 
-    t = x · Aᵀ            y = s · t · Bᵀ + b, then y += x · ŵᵀ in place
+    t = x · Aᵀ            y = x · ŵᵀ + b, then y += s · t · Bᵀ in place
     gt = s · g · B        dB = s · gᵀ · t        dA = gtᵀ · x        dx = gt · A, then dx += g · ŵ in place
 
-The large product reads y or dx while it computes, where the small one would wait for memory. It also rounds the smaller
-term first. A product with a weight that is not decoded comes first, and the adapters' is added to its result.
-
 PEFT passes over [M, N] four more times in each forward: it stores the adapter's result, scales it, and adds it to that
-of the base. Under autocast with adapters in float32 it also casts x to float32 and back. Without autocast, all of those
-passes read and write float32.
+of the base. Where the adapters are float32 without autocast, those passes read and write float32.
 
 With gradient checkpointing the second forward of a block ends as soon as all that backward needs is there again. So the
 node of autograd that keeps x and t comes before the base product, and the product keeps nothing: the last product of a
@@ -30,8 +26,6 @@ from lowbit.layers.frozen import shown_class
 from lowbit.layers.stand_in import StandIn, give
 from lowbit.linear.frozen.checks import autocast_dtype
 from lowbit.linear.frozen.row import grad_of_input
-from lowbit.linear.frozen.weight_only import decoded_for
-from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tracing import tracer
 
@@ -90,34 +84,17 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, standing: Tensor, x: Tensor, t: Tensor, b: Tensor, s: float, base: Any
     ) -> Tensor:
-        weight, bias, up = _values(base.weight, x), base.bias, b.t()
-        if isinstance(weight, LowbitTensor):
-            found = F.linear(x, weight, bias).view(len(t), -1)
-            y = _added(found, t, up, s)
+        y = F.linear(x, base.weight, base.bias)
+        rows = y.view(-1, y.shape[-1])
+        if _dispatch_modes():  # such as selective checkpointing, which keeps results
+            y = torch.addmm(rows, t, b.t(), alpha=s).view(y.shape)
         else:
-            start = t.new_empty(()) if bias is None else bias
-            found = torch.addmm(start, t, up, beta=0 if bias is None else 1, alpha=s)
-            y = _added(found, x.reshape(len(t), -1), weight.t())
-        return y.view(*x.shape[:-1], -1).detach()  # not a view, as in `RoundedLinear`
+            rows.addmm_(t, b.t(), alpha=s)
+        return y.detach()  # not a view, as in `RoundedLinear`
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         return grads[0], None, None, None, None, None
-
-
-def _added(to: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
-    """to + alpha · a · b, in place where no mode such as that of selective checkpointing keeps `to`."""
-    if _dispatch_modes():
-        return torch.addmm(to, a, b, alpha=alpha)
-    return to.addmm_(a, b, alpha=alpha)
-
-
-def _values(weight: Any, x: Tensor) -> Tensor:
-    """The weight of a product with x: decoded for very many tokens."""
-    if not isinstance(weight, AffineTensor) or weight.activation is not None:
-        return weight
-    values = decoded_for(x, weight)
-    return weight if values is None else values
 
 
 class _Fused(StandIn):
