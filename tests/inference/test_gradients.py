@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lowbit as lb
-from lowbit.linear.frozen import choose_linear
+from lowbit.linear.frozen import choose_linear, row
 from tests.schemes import DYNAMIC, SCHEMES, WEIGHT_ONLY, over, relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -44,6 +44,28 @@ def test_gradients_are_those_of_the_dequantized_weight(scheme, dtype, shape) -> 
         assert grad.dtype is dtype and grad.shape == grads[1][name].shape, name
         bound = 1e-6 if dtype is torch.float32 else 1e-2
         assert relative_error(grad, grads[1][name]) < bound, name
+
+
+@pytest.mark.cover("pairs")
+@over(SCHEMES)
+@DTYPES
+def test_values_as_a_whole_are_rounded_once(scheme, dtype, monkeypatch) -> None:
+    """Of a base in float32 too, as PEFT's preparation leaves it; and where a gradient is added to another one."""
+    weight = pair(scheme)[0].weight
+    values = row.decoded(weight, dtype)
+    reads = weight.stored_as in row.READ_BY_OPS
+    if dtype is torch.float32 or reads:
+        assert values is not None and torch.equal(values, weight.dequantize().to(dtype))
+        grad, to = torch.randn(5, 16).to(dtype), torch.randn(5, 37).to(dtype)
+        expected = to.double() + grad.double() @ values.double()
+        found = row.grad_of_input(grad, weight, to)
+        assert found is to and relative_error(found, expected) < (
+            1e-6 if dtype is torch.float32 else 1e-2
+        )
+    else:
+        assert values is None
+    monkeypatch.setattr(row, "MOST_BYTES", 16 * 37 * dtype.itemsize - 1)
+    assert row.decoded(weight, dtype) is None
 
 
 def test_of_a_layer_without_outputs() -> None:
