@@ -12,15 +12,9 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit.inference import GPTQ, LearnedRounding, Search
-from lowbit.inference.calibration import learned_rounding
-from lowbit.inference.calibration.learned_rounding import (
-    INSIDE,
-    Block,
-    _held_out,
-    _Learning,
-    originals,
-    steps_of,
-)
+from lowbit.inference.calibration import learned_weight
+from lowbit.inference.calibration.learned_rounding import Block, _held_out, _Learning
+from lowbit.inference.calibration.learned_weight import INSIDE, originals, steps_of
 from lowbit.inference.calibration.states import OnDisk
 from lowbit.tracing.batches import output_tensor
 from lowbit_kernels.runtime import launches
@@ -206,7 +200,7 @@ def fused_agree(device: str = "cpu") -> dict[str, tuple[bool, int]]:
             own = {"3": None if name == "nvfp4" else scheme, "0": scheme}
             with pytest.MonkeyPatch.context() as patch, launches.counted() as calls:
                 if not fused:
-                    patch.setattr(learned_rounding, "descended", lambda *_: None)
+                    patch.setattr(learned_weight, "descended", lambda *_: None)
                 steps = [MinMax(), LearnedRounding(3, 64)]
                 lb.calibrate(model, own, [x], steps=steps, blocks=[])
             counts.append(calls["fake_quantize_descent", "triton"])

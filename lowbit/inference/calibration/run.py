@@ -27,13 +27,8 @@ from lowbit.convert import (
 )
 from lowbit.inference.calibration.batches import MASK, Batches, mask_of
 from lowbit.inference.calibration.inputs import Moments
-from lowbit.inference.calibration.learned_rounding import (
-    Block,
-    LearnedRounding,
-    Losses,
-    Weight,
-    originals,
-)
+from lowbit.inference.calibration.learned_rounding import Block, LearnedRounding, Losses
+from lowbit.inference.calibration.learned_weight import Weight, originals
 from lowbit.inference.calibration.places import Group, Needs
 from lowbit.inference.calibration.pruning import Prune24
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult

@@ -11,7 +11,8 @@ from torch import nn
 
 from lowbit.inference.calibration.batches import usable_batches
 from lowbit.inference.calibration.call import checked_steps
-from lowbit.inference.calibration.learned_rounding import LearnedRounding, mean_losses, originals
+from lowbit.inference.calibration.learned_rounding import LearnedRounding, mean_losses
+from lowbit.inference.calibration.learned_weight import originals
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.stages import block_of
