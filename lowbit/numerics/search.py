@@ -62,7 +62,8 @@ FINE_STEPS = (-0.75, -0.5, -0.25, 0.25, 0.5, 0.75)
 ROUNDS = 3
 """Rounds of least squares."""
 
-_MARGIN = 1 - 2.0**-13  # an error has to fall by more than float32 sums are wrong by
+MARGIN = 1 - 2.0**-13
+"""An error has to fall by more than float32 sums are wrong by."""
 
 
 class QParams(NamedTuple):
@@ -246,7 +247,7 @@ class _Blocks:
     def offer(self, candidate: QParams) -> None:
         """Take the candidate in the blocks whose error is smaller with it."""
         error = self._error(candidate)
-        better = error < self.error * _MARGIN
+        better = error < self.error * MARGIN
         self.error = torch.where(better, error, self.error)
         pairs = zip(candidate, self.best, strict=True)
         self.best = QParams(*(b if c is None else torch.where(better, c, b) for c, b in pairs))  # type: ignore[arg-type]
@@ -466,6 +467,6 @@ def best_of_scales(
     best, least = start, error(start)
     for scale in offered:
         found = error(scale)
-        better = found < least * _MARGIN
+        better = found < least * MARGIN
         best, least = torch.where(better, scale, best), torch.where(better, found, least)
     return best

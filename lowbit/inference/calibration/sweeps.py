@@ -26,6 +26,7 @@ from torch import Tensor
 from lowbit.inference.calibration.columns import COLUMNS, Factor, Grid
 from lowbit.numerics.affine import half_step, round_to_dtype, smallest_scale
 from lowbit.numerics.number_format import Int
+from lowbit.numerics.search import MARGIN
 from lowbit.numerics.spec import Spec
 
 RATIOS = (0.8, 0.85, 0.9, 0.94, 0.97, 1.03, 1.06, 1.1, 1.15, 1.2)
@@ -36,7 +37,6 @@ FIXED = 32
 """Inputs of a block whose scale stays."""
 ELEMENTS = 2**22
 """Elements of all candidates that are rounded at once."""
-_MARGIN = 1 - 2.0**-13
 
 
 class Swept(NamedTuple):
@@ -125,7 +125,7 @@ def _chosen(
             None if kept is None else kept.repeat(1, len(own)),
         )
         error, at = errors.square_().sum(0).view(len(own), -1).min(0, keepdim=True)
-        better = error[0] < least * _MARGIN
+        better = error[0] < least * MARGIN
         least = torch.where(better, error[0], least)
         rounded = rounded.view(len(order), len(own), -1)
         picked = rounded.gather(1, at.expand(len(order), 1, -1))[:, 0]

@@ -31,6 +31,7 @@ from lowbit.numerics.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.numerics.scale_format import ScaleFormat
 from lowbit.numerics.spec import Spec
 from lowbit.numerics.spec_checks import check_reach
+from lowbit.numerics.unseen_inputs import settled, takes_stand_in
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
     ATTRIBUTES,
@@ -197,8 +198,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
     ) -> AffineTensor:
         """`from_float` by a search: it loses less by rounding.
 
-        Codes are those of `Spec.search_qparams`, with the least squared error. Then scales become larger, so that the
-        rounded weight is not too small (`lowbit.numerics.gain`).
+        Codes are those of `Spec.search_qparams`, with the least squared error. Without an importance, stored scales of
+        FP4 suit the inputs that trained weights have (`lowbit.numerics.unseen_inputs`). Then scales become larger, so
+        that the rounded weight is not too small (`lowbit.numerics.gain`).
 
         Args:
             weight, scheme, input_qparams, joint: as for `from_float`.
@@ -213,6 +215,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             joint = spec.joint_part([weight.detach()], scale_dtype)
         plain = weight.detach()
         qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
+        if importance is None and not plain.is_meta and takes_stand_in(spec, plain.shape):
+            qparams = settled(spec, plain, qparams[0], joint), None
         if plain.is_meta or not can_grow(spec, joint):
             return cls.from_float(weight, scheme, qparams, input_qparams, joint)
         spec.check_qparams(weight.shape, *qparams, joint)

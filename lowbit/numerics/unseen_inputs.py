@@ -1,0 +1,101 @@
+"""What stands for the inputs of a weight that no batch has shown, and stored scales that suit them.
+
+A trained weight W [N, K] reads the directions that its inputs have, since its gradients are sums of them. So the sums
+Σ x xᵀ of inputs are taken to grow with A = WᵀW / mean(diag WᵀW), but by less: as its square root, by the Padé
+approximant around 1
+
+    H = (I + 10 A + 5 A²) (5 I + 10 A + A²)⁻¹,
+
+which is 1/5 where A is 0, and at most 5. Of stored scales, such as the e4m3 numbers of NVFP4, each block of a row
+then takes the one with the least (ŵ − w) H (ŵ − w)ᵀ, one block after another, all other blocks as they are by then.
+Codes are the nearest ones. Errors of `INPUTS` neighbouring inputs are seen together.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.search import MARGIN
+from lowbit.numerics.spec import Spec
+
+INPUTS = 2048
+"""Inputs of which H is made at once: it takes some matrices of this size in float32."""
+
+
+def stand_in(weight: Tensor) -> Tensor:
+    """H [..., K, K] of weights [..., N, K], float32, as the module describes it."""
+    w = weight.float()
+    if w.numel():
+        # By a power of two, which rounds nothing, so that no square leaves float32.
+        exponent = w.abs().amax((-2, -1), keepdim=True).frexp().exponent
+        w = w.ldexp(-exponent.clamp(min=-100))
+    a = w.mT @ w
+    a /= a.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)[..., None, None]
+    square, ten = a @ a, a * 10
+    above, below = ten + 5 * square, ten + square
+    above.diagonal(dim1=-2, dim2=-1).add_(1)
+    below.diagonal(dim1=-2, dim2=-1).add_(5)
+    return torch.cholesky_solve(above, torch.linalg.cholesky_ex(below)[0])
+
+
+def takes_stand_in(spec: Spec, shape: tuple[int, ...]) -> bool:
+    """True if `settled` may change stored scales of weights [..., N, K]: those of blocks of a row, in few codes."""
+    is_stored = spec.scales is not None and spec.scales.is_byte
+    return (
+        is_stored
+        and isinstance(spec.format, LookupTable)
+        and set(spec.block_size(shape)[:-1]) <= {1}
+    )
+
+
+@torch.no_grad()
+def settled(spec: Spec, x: Tensor, scale: Tensor, joint: Tensor | None = None) -> Tensor:
+    """Stored scales that suit the inputs of trained weights.
+
+    Args:
+        spec: for which `takes_stand_in`.
+        x: real floating [..., N, K], not padded.
+        scale: float32 [..., N, blocks], where each block starts, as `Spec.search_qparams` gives it.
+        joint: as for `Spec.search_qparams`.
+    """
+    stored, table = spec.scales, spec.format
+    assert stored is not None and isinstance(table, LookupTable)
+    if not x.numel():
+        return scale
+    start = spec.choose_scales(spec.pad(x), joint=joint)
+    offered = [scale, *(stored.decode(p) for p in (start, *stored.neighbours(start)))]
+    tried = torch.stack([s.reshape(-1, *s.shape[-2:]) for s in offered])
+    group = spec.block_size(tuple(x.shape))[-1]
+    blocks = max(INPUTS // group, 1)
+    found = []
+    for i, matrix in enumerate(x.reshape(-1, *x.shape[-2:]).float()):
+        parts = zip(matrix.split(blocks * group, -1), tried[:, i].split(blocks, -1), strict=True)
+        found.append(torch.cat([_settled(w, s, group, table) for w, s in parts], -1))
+    return torch.stack(found).reshape(scale.shape)
+
+
+def _settled(w: Tensor, tried: Tensor, group: int, table: LookupTable) -> Tensor:
+    """One of the scales [choices, N, blocks] for each block of w [N, K], starting from the first ones."""
+    hessian = stand_in(w)
+
+    def error(own: slice, scale: Tensor) -> Tensor:
+        return table.nearest(w[:, own] / scale) * scale - w[:, own]
+
+    scales = tried[0].clone()
+    blocks = [slice(at, min(at + group, w.shape[1])) for at in range(0, w.shape[1], group)]
+    wrong = torch.cat([error(own, scales[:, g, None]) for g, own in enumerate(blocks)], -1)
+    slope = wrong @ hessian
+    for g, own in enumerate(blocks):
+        within, now = hessian[own, own], wrong[:, own]
+        rest = slope[:, own] - now @ within
+        moved = error(own, tried[..., g, None])
+        cost = ((moved @ within + 2 * rest) * moved).sum(-1)
+        least, at = cost.min(0)
+        better = least < cost[0] - (1 - MARGIN) * cost[0].abs()
+        at = torch.where(better, at, 0)[None]
+        best = moved.gather(0, at[..., None].expand(1, *now.shape))[0]
+        slope += (best - now) @ hessian[own]
+        scales[:, g] = tried[..., g].gather(0, at)[0]
+    return scales
