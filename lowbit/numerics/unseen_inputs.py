@@ -4,11 +4,11 @@ A trained weight W [N, K] reads the directions that its inputs have, since its g
 Σ x xᵀ of inputs are taken to grow with A = WᵀW / mean(diag WᵀW), but by less: as its square root, by the Padé
 approximant around 1
 
-    H = (I + 10 A + 5 A²) (5 I + 10 A + A²)⁻¹,
+    H = (I + 3 A) (3 I + A)⁻¹ = 3 I − 8 (3 I + A)⁻¹,
 
-which is 1/5 where A is 0, and at most 5. Of stored scales, such as the e4m3 numbers of NVFP4, each block of a row
-then takes the one with the least (ŵ − w) H (ŵ − w)ᵀ, one block after another, all other blocks as they are by then.
-Codes are the nearest ones. Errors of `INPUTS` neighbouring inputs are seen together.
+which is 1/3 where A is 0, and at most 3. Of stored scales, such as the e4m3 numbers of NVFP4, each block of a row then
+takes the one with the least (ŵ − w) H (ŵ − w)ᵀ, one block after another, all other blocks as they are by then. Codes
+are the nearest ones. Errors of `INPUTS` neighbouring inputs are seen together.
 """
 
 from __future__ import annotations
@@ -33,11 +33,10 @@ def stand_in(weight: Tensor) -> Tensor:
         w = w.ldexp(-exponent.clamp(min=-100))
     a = w.mT @ w
     a /= a.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)[..., None, None]
-    square, ten = a @ a, a * 10
-    above, below = ten + 5 * square, ten + square
-    above.diagonal(dim1=-2, dim2=-1).add_(1)
-    below.diagonal(dim1=-2, dim2=-1).add_(5)
-    return torch.cholesky_solve(above, torch.linalg.cholesky_ex(below)[0])
+    a.diagonal(dim1=-2, dim2=-1).add_(3)
+    h = torch.cholesky_inverse(torch.linalg.cholesky_ex(a)[0]).mul_(-8)
+    h.diagonal(dim1=-2, dim2=-1).add_(3)
+    return h
 
 
 def takes_stand_in(spec: Spec, shape: tuple[int, ...]) -> bool:

@@ -1,0 +1,144 @@
+"""What stands for the inputs of a weight, and stored scales that suit it, against float64."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import lowbit as lb
+from lowbit.numerics import unseen_inputs
+from lowbit.numerics.lookup_table import E2M1
+from lowbit.numerics.unseen_inputs import settled, stand_in, takes_stand_in
+from tests.schemes import over
+
+N, K = 24, 101
+INVERSE = lb.Scheme(lb.Spec(E2M1, lb.PerGroup(16), scale_format="e4m3_inverse"))
+STORED = {
+    "nvfp4": lb.NVFP4WeightOnly(),
+    "nvfp4 of inverses": INVERSE,
+    "mxfp4": lb.MXFP4WeightOnly(),
+    "mxfp4 of OCP": lb.MXFP4WeightOnly("symmetric"),
+}
+
+
+def trained(*shape: int) -> Tensor:
+    """Weights that read few directions much more than all others."""
+    torch.manual_seed(0)
+    size = shape[-1]
+    return torch.randn(*shape) @ (torch.randn(size, size) * torch.linspace(0, 1, size) ** 3) / size
+
+
+def root(w: Tensor) -> Tensor:
+    """(1 + 3 a) / (3 + a) of the eigenvalues a of WᵀW / mean(diag WᵀW), float64."""
+    a = w.double().mT @ w.double()
+    values, vectors = torch.linalg.eigh(a / a.diagonal().mean())
+    return (vectors * ((1 + 3 * values) / (3 + values))) @ vectors.mT
+
+
+def start_of(spec: lb.Spec, w: Tensor) -> tuple[Tensor, Tensor | None]:
+    joint = spec.joint_part([w, 2 * w], torch.float32) if spec.scales.joint else None
+    return spec.search_qparams(w, torch.float32, joint=joint)[0], joint
+
+
+def rounded_by(spec: lb.Spec, w: Tensor, scale: Tensor) -> Tensor:
+    return spec.dequantize(*spec.quantize(w, qparams=(scale, None)), w.shape, torch.float32)
+
+
+def test_the_stand_in_is_near_the_root_of_the_weights_own_sums() -> None:
+    w = trained(2, 40, K)
+    found = stand_in(w)
+    for own, h in zip(w, found, strict=True):
+        wanted = root(own)
+        assert (h - wanted).norm() < 1e-5 * wanted.norm()
+    assert torch.equal(stand_in(w * 2.0**-90), found) and torch.equal(stand_in(w * 2.0**90), found)
+    torch.testing.assert_close(stand_in(torch.zeros(4, 5)), torch.eye(5) / 3)
+    grown = (1 + 3 * torch.linspace(0.3, 3, 9)) / (3 + torch.linspace(0.3, 3, 9))
+    torch.testing.assert_close(grown, torch.linspace(0.3, 3, 9).sqrt(), rtol=0.06, atol=0)
+
+
+def in_float64(spec: lb.Spec, w: Tensor, start: Tensor, joint: Tensor | None) -> Tensor:
+    """The scales of a matrix, block after block, by all of e H eᵀ."""
+    h, found = root(w), start.clone()
+    largest = spec.choose_scales(spec.pad(w), joint=joint)
+    offered = [spec.scales.decode(p) for p in (largest, *spec.scales.neighbours(largest))]
+    rows = torch.arange(len(w))
+
+    def errors(scale: Tensor) -> Tensor:
+        e = (rounded_by(spec, w, scale) - w).double()
+        return ((e @ h) * e).sum(-1)
+
+    for g in range(start.shape[-1]):
+        tried = [found]
+        for scale in offered:
+            moved = found.clone()
+            moved[:, g] = scale[:, g]
+            tried.append(moved)
+        best = torch.stack([errors(t) for t in tried]).argmin(0)
+        found = torch.stack(tried)[best, rows]
+    return found
+
+
+@over(STORED)
+def test_blocks_take_the_scale_with_the_least_error(scheme: lb.Scheme) -> None:
+    spec, w = scheme.weight, trained(N, K)
+    w[3] = 0
+    start, joint = start_of(spec, w)
+    found, wanted = settled(spec, w, start, joint), in_float64(spec, w, start, joint)
+    assert (found != start).any() and torch.equal(found[3], start[3])
+    h = root(w)
+    errors = []
+    for scale in (start, found, wanted):
+        e = (rounded_by(spec, w, scale) - w).double()
+        errors.append(((e @ h) * e).sum(-1))
+    assert (errors[1] <= errors[0] * (1 + 1e-6)).all() and errors[1].sum() < errors[0].sum()
+    assert (found == wanted).double().mean() > 0.98  # others are better by less than the margin
+    assert (errors[1].sum() - errors[2].sum()).abs() < 2e-3 * errors[2].sum()
+    spec.check_qparams(w.shape, found, None, joint)
+
+
+def test_experts_parts_and_odd_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = lb.NVFP4WeightOnly().weight
+    w = trained(3, N, K)
+    start, joint = start_of(spec, w)
+    found = settled(spec, w, start, joint)
+    for i in range(3):
+        assert torch.equal(found[i], settled(spec, w[i], start[i], joint[i]))
+    monkeypatch.setattr(unseen_inputs, "INPUTS", 40)  # 32: two blocks
+    parts = settled(spec, w[0], start[0], joint[0])
+    for at in range(0, K, 32):
+        own, blocks = slice(at, at + 32), slice(at // 16, at // 16 + 2)
+        scale = start[0, :, blocks]
+        # the part starts from its own largest values, which joint ties to those of the whole
+        assert torch.equal(parts[:, blocks], settled(spec, w[0, :, own], scale, joint[0]))
+    odd = w[0].clone()
+    odd[0, 0] = float("nan")
+    kept = settled(spec, odd, start[0], joint[0])
+    assert torch.equal(kept[:, :2], start[0, :, :2])
+    none = settled(spec, w[0, :0], start[0, :0], joint[0])
+    assert none.shape == (0, start.shape[-1])
+
+
+@over(STORED)
+def test_a_search_takes_them_and_an_importance_does_not(scheme: lb.Scheme) -> None:
+    spec, w = scheme.weight, trained(N, K)
+    joint = spec.joint_part([w], torch.float32) if spec.scales.joint else None
+    start, _ = spec.search_qparams(w, torch.float32, joint=joint)
+    made = lb.AffineTensor.searched(w, scheme, joint=joint)
+    codes, *_ = spec.quantize(w, qparams=(settled(spec, w, start, joint), None))
+    wanted = lb.AffineTensor.from_float(
+        w, scheme, (settled(spec, w, start, joint), None), joint=joint
+    )
+    assert torch.equal(made.codes, wanted.codes)
+    plain = lb.AffineTensor.from_float(w, scheme, (start, None), joint=joint)
+    weighed = lb.AffineTensor.searched(w, scheme, torch.ones(K), joint=joint)
+    assert torch.equal(weighed.codes, plain.codes) and not torch.equal(made.codes, plain.codes)
+
+
+def test_integers_and_scales_of_many_rows_stay() -> None:
+    for spec in (
+        lb.IntxWeightOnly(4, 32).weight,
+        lb.Spec(E2M1, lb.PerGroup(16)),
+        lb.Spec(lb.Float8(), lb.PerGroup(32), scale_format="e8m0"),
+    ):
+        assert not takes_stand_in(spec, (N, 96))
