@@ -22,6 +22,8 @@ from lowbit.numerics.spec import Spec
 
 INPUTS = 2048
 """Inputs of which H is made at once: it takes some matrices of this size in float32."""
+SWEEPS = 2
+"""How often each block chooses."""
 
 
 def stand_in(weight: Tensor) -> Tensor:
@@ -64,8 +66,8 @@ def settled(spec: Spec, x: Tensor, scale: Tensor, joint: Tensor | None = None) -
     if not x.numel():
         return scale
     start = spec.choose_scales(spec.pad(x), joint=joint)
-    offered = [scale, *(stored.decode(p) for p in (start, *stored.neighbours(start)))]
-    tried = torch.stack([s.reshape(-1, *s.shape[-2:]) for s in offered])
+    offered = [stored.decode(p) for p in (start, *stored.neighbours(start))]
+    tried = torch.stack([s.reshape(-1, *s.shape[-2:]) for s in (scale, *offered)])
     group = spec.block_size(tuple(x.shape))[-1]
     blocks = max(INPUTS // group, 1)
     found = []
@@ -76,7 +78,7 @@ def settled(spec: Spec, x: Tensor, scale: Tensor, joint: Tensor | None = None) -
 
 
 def _settled(w: Tensor, tried: Tensor, group: int, table: LookupTable) -> Tensor:
-    """One of the scales [choices, N, blocks] for each block of w [N, K], starting from the first ones."""
+    """One of the scales `tried` [choices, N, blocks] for each block of w [N, K], from the first ones on."""
     hessian = stand_in(w)
 
     def error(own: slice, scale: Tensor) -> Tensor:
@@ -86,15 +88,17 @@ def _settled(w: Tensor, tried: Tensor, group: int, table: LookupTable) -> Tensor
     blocks = [slice(at, min(at + group, w.shape[1])) for at in range(0, w.shape[1], group)]
     wrong = torch.cat([error(own, scales[:, g, None]) for g, own in enumerate(blocks)], -1)
     slope = wrong @ hessian
-    for g, own in enumerate(blocks):
+    for g, own in [*enumerate(blocks)] * SWEEPS:
         within, now = hessian[own, own], wrong[:, own]
         rest = slope[:, own] - now @ within
-        moved = error(own, tried[..., g, None])
+        choices = torch.cat([scales[None, :, g], tried[..., g]])
+        moved = error(own, choices.unsqueeze(-1))
         cost = ((moved @ within + 2 * rest) * moved).sum(-1)
         least, at = cost.min(0)
         better = least < cost[0] - (1 - MARGIN) * cost[0].abs()
         at = torch.where(better, at, 0)[None]
         best = moved.gather(0, at[..., None].expand(1, *now.shape))[0]
         slope += (best - now) @ hessian[own]
-        scales[:, g] = tried[..., g].gather(0, at)[0]
+        wrong[:, own] = best
+        scales[:, g] = choices.gather(0, at)[0]
     return scales

@@ -68,7 +68,7 @@ def in_float64(spec: lb.Spec, w: Tensor, start: Tensor, joint: Tensor | None) ->
         e = (rounded_by(spec, w, scale) - w).double()
         return ((e @ h) * e).sum(-1)
 
-    for g in range(start.shape[-1]):
+    for g in [*range(start.shape[-1])] * unseen_inputs.SWEEPS:
         tried = [found]
         for scale in offered:
             moved = found.clone()
@@ -125,10 +125,8 @@ def test_a_search_takes_them_and_an_importance_does_not(scheme: lb.Scheme) -> No
     joint = spec.joint_part([w], torch.float32) if spec.scales.joint else None
     start, _ = spec.search_qparams(w, torch.float32, joint=joint)
     made = lb.AffineTensor.searched(w, scheme, joint=joint)
-    codes, *_ = spec.quantize(w, qparams=(settled(spec, w, start, joint), None))
-    wanted = lb.AffineTensor.from_float(
-        w, scheme, (settled(spec, w, start, joint), None), joint=joint
-    )
+    found = settled(spec, w, start, joint), None
+    wanted = lb.AffineTensor.from_float(w, scheme, found, joint=joint)
     assert torch.equal(made.codes, wanted.codes)
     plain = lb.AffineTensor.from_float(w, scheme, (start, None), joint=joint)
     weighed = lb.AffineTensor.searched(w, scheme, torch.ones(K), joint=joint)
