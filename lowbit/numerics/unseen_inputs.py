@@ -20,61 +20,61 @@ from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.search import MARGIN
 from lowbit.numerics.spec import Spec
 
+QParams = tuple[Tensor, Tensor | None]
+
 INPUTS = 2048
 """Inputs of which H is made at once: it takes some matrices of this size in float32."""
 SWEEPS = 2
 """How often each block chooses."""
 
 
-def stand_in(weight: Tensor) -> Tensor:
-    """H [..., K, K] of weights [..., N, K], float32, as the module describes it."""
+def own_sums(weight: Tensor) -> Tensor:
+    """A [..., K, K] of weights [..., N, K], float32, as the module describes it."""
     w = weight.float()
     if w.numel():
         # By a power of two, which rounds nothing, so that no square leaves float32.
         exponent = w.abs().amax((-2, -1), keepdim=True).frexp().exponent
         w = w.ldexp(-exponent.clamp(min=-100))
     a = w.mT @ w
-    a /= a.diagonal(dim1=-2, dim2=-1).mean(-1).clamp(min=1e-30)[..., None, None]
+    mean = a.diagonal(dim1=-2, dim2=-1).mean(-1)
+    return a.div_(mean.clamp(min=1e-30)[..., None, None])
+
+
+def stand_in(weight: Tensor) -> Tensor:
+    """H [..., K, K] of weights [..., N, K], float32, as the module describes it."""
+    a = own_sums(weight)
     a.diagonal(dim1=-2, dim2=-1).add_(3)
     h = torch.cholesky_inverse(torch.linalg.cholesky_ex(a)[0]).mul_(-8)
     h.diagonal(dim1=-2, dim2=-1).add_(3)
     return h
 
 
-def takes_stand_in(spec: Spec, shape: tuple[int, ...]) -> bool:
-    """True if `settled` may change stored scales of weights [..., N, K]: those of blocks of a row, in few codes."""
-    is_stored = spec.scales is not None and spec.scales.is_byte
-    return (
-        is_stored
-        and isinstance(spec.format, LookupTable)
-        and set(spec.block_size(shape)[:-1]) <= {1}
-    )
-
-
 @torch.no_grad()
-def settled(spec: Spec, x: Tensor, scale: Tensor, joint: Tensor | None = None) -> Tensor:
-    """Stored scales that suit the inputs of trained weights.
+def settled(spec: Spec, x: Tensor, qparams: QParams, joint: Tensor | None = None) -> QParams:
+    """Scales that suit the inputs of trained weights: stored ones of tables, of blocks of one row. Others stay.
 
     Args:
-        spec: for which `takes_stand_in`.
+        spec: how x is quantized.
         x: real floating [..., N, K], not padded.
-        scale: float32 [..., N, blocks], where each block starts, as `Spec.search_qparams` gives it.
+        qparams: where each block starts, as `Spec.search_qparams` gives them: float32 [..., N, blocks] and None.
         joint: as for `Spec.search_qparams`.
     """
     stored, table = spec.scales, spec.format
+    is_stored = stored is not None and stored.is_byte and isinstance(table, LookupTable)
+    *rows, group = spec.block_size(tuple(x.shape))
+    if not is_stored or set(rows) > {1} or x.is_meta or not x.numel():
+        return qparams
     assert stored is not None and isinstance(table, LookupTable)
-    if not x.numel():
-        return scale
+    scale = qparams[0]
     start = spec.choose_scales(spec.pad(x), joint=joint)
     offered = [stored.decode(p) for p in (start, *stored.neighbours(start))]
     tried = torch.stack([s.reshape(-1, *s.shape[-2:]) for s in (scale, *offered)])
-    group = spec.block_size(tuple(x.shape))[-1]
     blocks = max(INPUTS // group, 1)
     found = []
     for i, matrix in enumerate(x.reshape(-1, *x.shape[-2:]).float()):
         parts = zip(matrix.split(blocks * group, -1), tried[:, i].split(blocks, -1), strict=True)
         found.append(torch.cat([_settled(w, s, group, table) for w, s in parts], -1))
-    return torch.stack(found).reshape(scale.shape)
+    return torch.stack(found).reshape(scale.shape), None
 
 
 def _settled(w: Tensor, tried: Tensor, group: int, table: LookupTable) -> Tensor:

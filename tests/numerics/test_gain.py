@@ -99,9 +99,8 @@ def test_siblings_of_nvfp4_share_a_global_scale_that_is_larger(inverse: bool) ->
         twice = 1 / (1 / made[0].global_scale)
         assert torch.equal(twice, made[0].global_scale)
     for w, m in zip(weights, made, strict=True):
-        start, _ = spec.search_qparams(w, torch.float32, joint=joint)
-        start = settled(spec, w, start, joint)
-        before = lb.AffineTensor.from_float(w, scheme, (start, None), joint=joint)
+        start = settled(spec, w, spec.search_qparams(w, torch.float32, joint=joint), joint)
+        before = lb.AffineTensor.from_float(w, scheme, start, joint=joint)
         assert torch.equal(m.codes, before.codes)
         assert torch.equal(m.scale.view(torch.uint8), before.scale.view(torch.uint8))
         of = [float((w * t.dequantize()).sum() / w.square().sum()) for t in (before, m)]
@@ -113,7 +112,7 @@ def test_scales_that_are_powers_of_two_stay() -> None:
     spec = scheme.weight
     assert not gain.can_grow(spec, None)
     made = lb.AffineTensor.searched(weight, scheme)
-    qparams = settled(spec, weight, spec.search_qparams(weight, torch.float32)[0]), None
+    qparams = settled(spec, weight, spec.search_qparams(weight, torch.float32))
     assert torch.equal(
         made.dequantize(), lb.AffineTensor.from_float(weight, scheme, qparams).dequantize()
     )

@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from lowbit.convert import Target, shape_of_blocks
 from lowbit.inference.calibration.batches import counted_rows
 from lowbit.inference.calibration.ranks import Ranks
+from lowbit.numerics.unseen_inputs import own_sums
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
 
 
@@ -77,20 +78,15 @@ class Moments:
         of a convolution, N / groups rows each, every one has inputs of its own.
 
         A trained weight reads the directions that its inputs have, since its gradients are sums of them. So
-        H = WᵀW / mean(diag WᵀW) + I; the identity keeps the error of all other directions small."""
+        H = WᵀW / mean(diag WᵀW) + I; the identity keeps the error of all other directions small. Its root, which suits
+        scales alone (`lowbit.numerics.unseen_inputs`), is worse for codes that make up for each other."""
         made = cls(weight.shape, weight.device, True, False)
         matrices = (
             weight.unflatten(0, (groups, len(weight) // groups)) if weight.ndim == 2 else weight
         )
         made.matrices = len(matrices)
-        if weight.numel():
-            # By a power of two, which rounds nothing, so that no square leaves float32.
-            exponent = matrices.abs().amax((1, 2), keepdim=True).frexp().exponent
-            matrices = matrices.ldexp(-exponent.clamp(min=-100))
-        made.square = matrices.mT @ matrices
-        diagonal = made.square.diagonal(dim1=-2, dim2=-1)
-        made.square /= diagonal.mean(-1).clamp(min=1e-30)[:, None, None]
-        diagonal += 1
+        made.square = own_sums(matrices)
+        made.square.diagonal(dim1=-2, dim2=-1).add_(1)
         made.rows = [made.size] * made.matrices
         made.of_inputs = False
         return made

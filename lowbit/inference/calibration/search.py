@@ -13,6 +13,7 @@ from torch import Tensor
 
 from lowbit.inference.calibration.step import Layer, QParams, Step
 from lowbit.numerics.gain import can_grow, of_full_gain
+from lowbit.numerics.unseen_inputs import settled
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,11 @@ class Search(Step):
 def searched(layer: Layer, importance: Tensor | None = None) -> QParams:
     """The scales with the least Σ h (w − ŵ)². Scales that siblings share stay as they are.
 
-    `importance`: h, broadcastable to the weight; None: the diagonal of the Hessian.
+    `importance`: h, broadcastable to the weight; None: the diagonal of the Hessian. Where no input reached the layer,
+    the scales are those of `AffineTensor.searched`.
     """
     if layer.joint is not None and layer.spec.scales is None:
         return layer.joint, None
     h = layer.importance() if importance is None else importance
-    return layer.spec.search_qparams(layer.weight, layer.scale_dtype, h, layer.joint)
+    found = layer.spec.search_qparams(layer.weight, layer.scale_dtype, h, layer.joint)
+    return found if h is not None else settled(layer.spec, layer.weight, found, layer.joint)

@@ -31,7 +31,7 @@ from lowbit.numerics.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.numerics.scale_format import ScaleFormat
 from lowbit.numerics.spec import Spec
 from lowbit.numerics.spec_checks import check_reach
-from lowbit.numerics.unseen_inputs import settled, takes_stand_in
+from lowbit.numerics.unseen_inputs import settled
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
     ATTRIBUTES,
@@ -215,8 +215,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             joint = spec.joint_part([weight.detach()], scale_dtype)
         plain = weight.detach()
         qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
-        if importance is None and not plain.is_meta and takes_stand_in(spec, plain.shape):
-            qparams = settled(spec, plain, qparams[0], joint), None
+        if importance is None:
+            qparams = settled(spec, plain, qparams, joint)
         if plain.is_meta or not can_grow(spec, joint):
             return cls.from_float(weight, scheme, qparams, input_qparams, joint)
         spec.check_qparams(weight.shape, *qparams, joint)
