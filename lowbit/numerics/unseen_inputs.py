@@ -71,9 +71,11 @@ def settled(spec: Spec, x: Tensor, qparams: QParams, joint: Tensor | None = None
     tried = torch.stack([s.reshape(-1, *s.shape[-2:]) for s in (scale, *offered)])
     blocks = max(INPUTS // group, 1)
     found = []
-    for i, matrix in enumerate(x.reshape(-1, *x.shape[-2:]).float()):
-        parts = zip(matrix.split(blocks * group, -1), tried[:, i].split(blocks, -1), strict=True)
-        found.append(torch.cat([_settled(w, s, group, table) for w, s in parts], -1))
+    with torch.autocast(x.device.type, enabled=False):
+        for i, matrix in enumerate(x.reshape(-1, *x.shape[-2:]).float()):
+            columns, scales = matrix.split(blocks * group, -1), tried[:, i].split(blocks, -1)
+            parts = zip(columns, scales, strict=True)
+            found.append(torch.cat([_settled(w, s, group, table) for w, s in parts], -1))
     return torch.stack(found).reshape(scale.shape), None
 
 

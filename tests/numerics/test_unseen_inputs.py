@@ -111,6 +111,7 @@ def test_experts_parts_and_odd_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     for i in range(3):
         assert torch.equal(found[i], settled(spec, w[i], start[i], joint[i]))
     monkeypatch.setattr(unseen_inputs, "INPUTS", 40)  # 32: two blocks
+    whole = settled(spec, w, start, joint)
     parts = settled(spec, w[0], start[0], joint[0])
     for at in range(0, K, 32):
         own, blocks = slice(at, at + 32), slice(at // 16, at // 16 + 2)
@@ -121,6 +122,8 @@ def test_experts_parts_and_odd_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     odd[0, 0] = float("nan")
     kept = settled(spec, odd, start[0], joint[0])
     assert torch.equal(kept[:, :2], start[0, :, :2])
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(settled(spec, w, start, joint), whole)
     none = settled(spec, w[0, :0], start[0, :0], joint[0])
     assert none.shape == (0, start.shape[-1])
 
