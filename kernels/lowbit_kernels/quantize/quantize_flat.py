@@ -43,16 +43,17 @@ _BLOCKS = 32
 def codes_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """codes int8 [B, 128] and scale [B, 1] of a float [B, 128], by the formula of the module.
 
-    A compiled kernel is limited by its instructions, not by memory. So maxima are those of bits as integers, one
-    instruction where floats, which pass NaN on, take four; and a sum rounds, whose last byte is the code.
+    A compiled kernel is limited by its instructions, not by memory. So maxima are those of bits as integers: those of
+    floats pass NaN on, by more instructions. And the code is the last byte of a sum that rounds.
     """
     x = blocks.float()
     bits = x.view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     is_finite = magnitude < 0x7F800000
-    largest = torch.where(is_finite, magnitude, 0).amax(1, keepdim=True).view(torch.float32)
-    below = torch.where(is_finite, (bits >> 31) & magnitude, 0).amax(1, keepdim=True)
-    has_negative = below > 0
+    finite = torch.where(is_finite, bits, 0)
+    largest = (finite & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
+    # The other sign: numbers below 0 are above 0 as integers, and -0.0 is 0.
+    has_negative = (finite ^ -0x80000000).amax(1, keepdim=True) > 0
     largest = torch.where(largest == 0, 1.0, largest)
     scale = torch.where(has_negative, largest, -largest).to(blocks.dtype)
     lifted = torch.where(largest < 2.0**-100, 2.0**100, 1.0)
