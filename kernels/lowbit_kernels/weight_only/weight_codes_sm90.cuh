@@ -269,8 +269,9 @@ DEVICE void numbers_at(float (&found)[2], const unsigned char *numbers, int i, b
         const uint32 both = ((const unsigned short *)numbers)[i / 2];
         bits[0] = both & 0xff, bits[1] = both >> 8;
     } else {
-        found[0] = exists ? number_at(numbers, i) : 0.0f;
-        found[1] = next_exists ? number_at(numbers, i + (TOKENS == 1)) : 0.0f;
+        const float first = number_at(numbers, exists ? i : 0);  // a load in place of a branch
+        const float next = TOKENS == 1 ? number_at(numbers, next_exists ? i + 1 : 0) : first;
+        found[0] = exists ? first : 0.0f, found[1] = next_exists ? next : 0.0f;
         return;
     }
     if constexpr (SCALE == E8M0) {  // both at once, as bf16; see number_of
