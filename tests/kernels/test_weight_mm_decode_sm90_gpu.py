@@ -377,6 +377,33 @@ def test_late_writes_of_the_previous_kernel_are_seen(name: str, k: int) -> None:
         assert torch.equal(run(case), expected)
 
 
+# This kernel does not wait for the launches before it.
+READER = """
+extern "C" __global__ void read_early(uint4 *to, const uint4 *from, long long count) {
+    for (long long i = blockIdx.x * blockDim.x + threadIdx.x; i < count; i += gridDim.x * blockDim.x) to[i] = from[i];
+}
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [1024, 4096])
+def test_the_next_launch_may_read_what_the_previous_one_wrote(n: int) -> None:
+    """Before its own wait, as attention reads the cache: this launch lets it start after it has waited itself."""
+    case = operands(1, n, 4096)
+    run(case)
+    writer = nvrtc.Module(nvrtc.compiled(WRITER, "sm_90a")).kernel("write_late", 3)
+    reader = nvrtc.Module(nvrtc.compiled(READER, "sm_90a")).kernel("read_early", 3, overlaps=True)
+    right = torch.arange(8192, device="cuda")
+    for _ in range(5):
+        written, read = torch.zeros_like(right), torch.zeros_like(right)
+        torch.cuda.synchronize()
+        stream, count = torch.cuda.current_stream().cuda_stream, right.nbytes // 16
+        writer(stream, 64, 256, written.data_ptr(), right.data_ptr(), count)
+        run(case)
+        reader(stream, 8, 256, read.data_ptr(), written.data_ptr(), count)
+        assert torch.equal(read, right)
+
+
 @pytest.mark.cover("pairs")
 @pytest.mark.gpu
 @pytest.mark.parametrize("zero", [False, True])

@@ -161,6 +161,9 @@ DEVICE void prefetch(const void *p, unsigned int bytes) {
 #endif
 }
 
+// Prefetches the line of this address into the L2 cache.
+DEVICE void prefetch_line(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p))); }
+
 // The next number, for the whole warp, of a counter in shared memory. For an addition, the compiler would count the
 // active lanes first, which takes longer than an increment up to a limit that is never reached.
 DEVICE unsigned int take_next(unsigned int *counter, int lane) {

@@ -50,8 +50,8 @@
 // sums. Each team has a ring of its own.
 //
 // Launches that overlap (RESIDENT 2). Small weights take little longer than a launch. So this block leaves room for a
-// block of the next launch, which copies all its codes to shared memory and waits for x. Codes and scales are thus read
-// before the previous kernel has finished: a kernel that lets the next one start early must not write them.
+// block of the next launch, which sets up meanwhile. It lets that one start as soon as it has waited itself, not before:
+// until its own wait the next one may read what the previous one wrote.
 //
 // Few tokens. mma multiplies 8 columns. With fewer tokens, the columns hold the x of several chunks in the same
 // registers. Each chunk of the weight is multiplied by all columns; only that chunk's columns of the product are used.
@@ -232,12 +232,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         if constexpr (!IS_PAIRED) take_registers<REGISTERS[0]>();
         if constexpr (SPLIT > 1) cluster_arrive();
         if constexpr (TABLE_BYTES > 0) write_table(table, WARPS);
-        wait_for_previous();
         consume(p, shared, table, ring, copy, rank);
     } else {
         if constexpr (!IS_PAIRED) give_registers<REGISTERS[1]>();
         if (role == ADDERS && lane == 0) {
-            if constexpr (IS_PAIRED) let_next_start();  // it reads results of others only when this launch is done
             fetch(p, map, rank);
             for (int i = 0; i < stages; ++i) {
                 barrier_init(shared_address(&shared.full[i]), 1);
@@ -271,6 +269,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         wait_for_previous();  // which may have written the weight
         if (COPIES_X && role == ADDERS + 1 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
         if (role == ADDERS && lane == 0) {
+            if constexpr (IS_PAIRED) let_next_start();
             if constexpr (BOX > 0) copy_boxes(p, x_map, shared, copy, rank);
             produce(p, map, scale_map, shared, ring, rank);
             if constexpr (!IS_PAIRED) let_next_start();  // not earlier, since its copies would delay these
