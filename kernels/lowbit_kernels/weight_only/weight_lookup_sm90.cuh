@@ -15,7 +15,7 @@
 
 enum { BF16, FP16, FP32, INT4, INT8, STREAM, E4M3, LOOKUP, E8M0 };
 
-static constexpr bool SCALED = CODES == LOOKUP && ROUNDED;
+static constexpr bool SCALED = (CODES == LOOKUP || CODES == E4M3) && ROUNDED;
 static_assert(CODES != LOOKUP || BITS <= 4, "");
 static_assert(!SCALED || (DTYPE == BF16 && GROUP > 0 && (GROUP % CHUNK == 0 || CHUNK % GROUP == 0)), "");
 static_assert(SCALED || (SCALE != E8M0 && SCALE != E4M3 && ZERO < 2), "");
@@ -176,7 +176,7 @@ DEVICE uint32 scaled(uint32 pair, const Factor &factor) {
 
 // Whether scales are multiplied into FACTOR and OFFSET, not into each weight. Both are 2**-40 of what they are else:
 // products with scales below 2**40 are finite, and those with scales from 2**-80 on keep all bits.
-static constexpr bool FOLDED = ROUNDED && !ZERO && CODES != LOOKUP && DTYPE == BF16;
+static constexpr bool FOLDED = ROUNDED && !ZERO && !SCALED && DTYPE == BF16;
 
 // A group's scale, and what unpacking multiplies two adjacent codes by, with FOLDED, and adds to them.
 struct Group {

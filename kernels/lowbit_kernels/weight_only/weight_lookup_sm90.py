@@ -40,7 +40,7 @@ class Unpacking(NamedTuple):
         scale: the name of the scales' dtype.
         rounding: whether scales may be multiplied into the weights, which are rounded then: "never"; for "large"
             batches, where the error is that of a dequantized weight; "free", where results keep their error; "always",
-            where the kernel has no other way. The products of MXFP4 and NVFP4 are exact.
+            where the kernel has no other way. The products of MXFP4, NVFP4 and MXFP8 are exact.
         table: the bits of each code's value times `unit`, for "LOOKUP".
     """
 
@@ -53,6 +53,12 @@ class Unpacking(NamedTuple):
     rounding: Rounding = "never"
     table: tuple[int, ...] = ()
     unit: float = 1.0
+
+    @property
+    def scales_pairs(self) -> bool:
+        """True if weights that are rounded are multiplied by their scale in pairs, and not by folding it into the
+        factor of an integer."""
+        return self.codes in ("LOOKUP", "E4M3")
 
     @property
     def lookup_bytes(self) -> int:
@@ -98,7 +104,7 @@ def _codes(operands: WeightOperands) -> str | None:
     format, zeros = operands.format, operands.zero_point
     is_value = format.zero_point == "value"
     if operands.codes.dtype == E4M3:
-        return "E4M3" if operands.groups == 1 and operands.k == operands.padded_k else None
+        return "E4M3" if operands.k == operands.padded_k else None
     if format.exponent or format.bits > MOST_BITS:
         is_plain = format.is_integer and not (is_value or format.scale_bytes)
         name = "INT8" if format.bits == 8 else "STREAM"
@@ -121,7 +127,7 @@ def _rounding(operands: WeightOperands) -> Rounding | None:
     needs_it = format.scale_bytes or format.zero_point == "value"
     fits = (
         operands.x.dtype == BF16
-        and format.bits <= MOST_BITS
+        and (format.bits <= MOST_BITS or format.exponent > 0)
         and operands.k == operands.padded_k
         and operands.k % (STEP if format.bits % 2 == 0 else 2 * STEP) == 0
         and (group % (2 * STEP) == 0 or group in (LEAST_GROUP, GROUP_STEP, STEP))
@@ -132,7 +138,7 @@ def _rounding(operands: WeightOperands) -> Rounding | None:
     is_looked_up = bool(format.table) or format.bits < MOST_BITS
     if is_looked_up and is_own and fits and _have_two_bits(operands):
         return "free"
-    return "large" if (fits if is_looked_up else is_own) else "never"
+    return "large" if (fits if is_looked_up or format.exponent else is_own) else "never"
 
 
 def _have_two_bits(operands: WeightOperands) -> bool:

@@ -97,9 +97,10 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
     }
 }
 
-// The same by look-up. `scales` are those of the rows, with SCALED.
-DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int first, const Pairs &pairs,
-                   const Group (&upper)[RUNS], const Group (&lower)[RUNS], const Scales (&scales)[2]) {
+// The same by look-up, or for E4M3 with SCALED. `scales` are those of the rows, with SCALED.
+DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int first, const Place &place,
+                   const Pairs &pairs, const Group (&upper)[RUNS], const Group (&lower)[RUNS],
+                   const Scales (&scales)[2], uint32 (&seen)[2]) {
 #pragma unroll
     for (int i = 0; i < STEPS * 2; ++i) {
         const int step = first + i / 2, below = i % 2;
@@ -111,7 +112,9 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             uint32 &x = a[i / 2 * 4 + j * 2 + below];
-            x = pairs.at(codes[below], i / 2 * 2 + j);
+            const int eight = i / 2 * 2 + j;
+            if constexpr (CODES == LOOKUP) x = pairs.at(codes[below], eight);
+            else x = two_of(codes[below][eight * 2], codes[below][eight * 2 + 1], place, upper[0], 0, seen[below]);
             if constexpr (ZERO == 1) x = difference_of(x, offset);
             if constexpr (SCALED) x = scaled(x, factor);
         }
@@ -205,7 +208,11 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < SUBTILES * 2; ++i) {
                 scales[i / 2][i % 2] = next_scales[i / 2][i % 2];
-                if constexpr (MAY_BE_NAN) seen[i / 2][i % 2] |= scales[i / 2][i % 2].nan();
+                if constexpr (MAY_BE_NAN) {
+                    uint32 &own = seen[i / 2][i % 2];
+                    if constexpr (CODES == LOOKUP) own |= scales[i / 2][i % 2].nan();
+                    else if (scales[i / 2][i % 2].nan()) own = LARGEST + 1;
+                }
             }
             return;
         }
@@ -271,8 +278,9 @@ struct Consumer {
                 keep(own);
                 if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank, divided);
                 if constexpr (!EARLY) load_piece(stage + codes, piece);
-                if constexpr (CODES == LOOKUP) {
-                    unpack(own, loaded, step_of(piece), pairs, group[subtile][0], group[subtile][1], scales[subtile]);
+                if constexpr (CODES == LOOKUP || SCALED) {
+                    unpack(own, loaded, step_of(piece), place, pairs, group[subtile][0], group[subtile][1],
+                           scales[subtile], seen[subtile]);
                 } else {
                     unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1], seen[subtile]);
                 }
@@ -300,7 +308,7 @@ struct Consumer {
         ring = after;
         if constexpr (FLUSH) flush_all(totals, sums, pending, 0);
         else keep(sums[0]), keep(sums[SUBTILES - 1]);
-        if constexpr (CODES == E4M3 && DTYPE == BF16 || MAY_BE_NAN) spread_nan(sums);
+        if constexpr (CODES == E4M3 && DTYPE == BF16 || MAY_BE_NAN) spread_nan(FLUSH ? totals : sums);
     }
 
     // Makes all sums of a row NaN if one of its codes or scales is NaN.
@@ -308,7 +316,7 @@ struct Consumer {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2; ++i) {
             uint32 found = seen[i / 2][i % 2];
-            if constexpr (!MAY_BE_NAN) {  // each of the four threads of a row has seen codes of its own
+            if constexpr (CODES == E4M3) {  // each of the four threads of a row has seen codes of its own
                 found = max(found & 0x7fff, found >> 16 & 0x7fff) > LARGEST;
                 found |= __shfl_xor_sync(0xffffffff, found, 1);
                 found |= __shfl_xor_sync(0xffffffff, found, 2);

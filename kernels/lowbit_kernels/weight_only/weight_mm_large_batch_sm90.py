@@ -140,7 +140,7 @@ def divisions(
 def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
     """Tiles for M tokens, and whether scales are multiplied into the weights."""
     rounds, group = unpacking.rounds(m), unpacking.group
-    must_round = rounds and unpacking.lookup_bytes > 0 and unpacking.rounding != "large"
+    must_round = rounds and unpacking.rounding != "large"
     ways = [True] if must_round else [True, False] if rounds else [False]
     return [
         (tile, rounded)
@@ -148,7 +148,7 @@ def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
         if tile.tokens < 2 * max(m, 16)
         for rounded in ways
         if _holds(tile, unpacking, group > 0 and not rounded)
-        if not rounded or unpacking.lookup_bytes or _rounds_integers(tile, unpacking)
+        if not rounded or unpacking.scales_pairs or _rounds_integers(tile, unpacking)
     ]
 
 
@@ -244,6 +244,8 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
         # With few stages, beside sums and the table.
         fills = tile.tokens == 64 and tile.lanes > 1 and bits == 4
         return STEP if fills or (unpacking.rounding != "never" and k % (2 * STEP)) else 2 * STEP
+    if unpacking.scales_pairs and unpacking.group and unpacking.rounding != "never":
+        return STEP if k % (2 * STEP) else 2 * STEP
     narrow = tile.tokens <= 32 or tile == (64, 128, 2)
     return 256 if narrow and bits == 4 and _pairs_groups(unpacking, k) else 128
 

@@ -5,7 +5,7 @@
 #define EXPERTS 0
 #define GATED 0
 #endif
-static_assert(CODES != E4M3 || (GROUP == 0 && !ZERO), "");
+static_assert(CODES != E4M3 || !ZERO, "");
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, in a warp group
 // With 28,672 rows, 112 tiles of 256 leave 20 of 132 multiprocessors idle; 128 tiles of 224 leave only 4. Two adjacent
 // blocks then hold 256 rows each of 448. Both hold the middle 64 rows, and each multiplies every other chunk of them.
