@@ -43,30 +43,34 @@ DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
 // ---- the table ------------------------------------------------------------------------------------------------------
 
 static constexpr int PAIRS = CODES == LOOKUP ? 1 << 2 * BITS : 0;
+// Bytes from a pair to the next. With 256, the byte of two codes and that of the lane are the address, which one
+// instruction makes. Wide tiles wait for the tensor cores, and need the memory for stages.
+static constexpr int TABLE_STEP = BITS == 4 && TOKENS <= 128 ? 256 : 128;
 
 __constant__ unsigned short VALUES[] = {TABLE};
 
-// Writes the table of pairs to 128 * PAIRS bytes of shared memory; for all threads of a block.
+// Writes the table of pairs to TABLE_STEP * PAIRS bytes of shared memory; for all threads of a block.
 DEVICE void fill_lookup(void *lookup, int threads) {
     for (int i = threadIdx.x; i < PAIRS * 8; i += threads) {
         const uint32 pair = VALUES[i / 8 % (1 << BITS)] | (uint32)VALUES[i / 8 >> BITS] << 16;
-        ((uint4 *)lookup)[i] = make_uint4(pair, pair, pair, pair);
+        ((uint4 *)lookup)[i / 8 * (TABLE_STEP / 16) + i % 8] = make_uint4(pair, pair, pair, pair);
     }
 }
 
 // Where the thread, number `t` of the four of a row, finds its pair of eight codes: the rotations that put it at bit 7,
-// for eight codes that begin at each byte of a word.
+// for eight codes that begin at each byte of a word; or the selector of its byte.
 struct Pairs {
-    uint32 rotation[4], lane, lookup;
-    MEMBER Pairs(uint32 lookup, int t) : lane(threadIdx.x % 32 * 4), lookup(lookup) {
+    uint32 rotation[4], selector, lane, lookup;
+    MEMBER Pairs(uint32 lookup, int t) : selector(0x5504 | t << 4), lane(threadIdx.x % 32 * 4), lookup(lookup) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) rotation[i] = 7 - i * 8 - t * 2 * BITS & 31, in_use(rotation[i]);
-        in_use(lane);
+        in_use(lane), in_use(selector);
     }
 
     // The values of the thread's two of the eight codes that begin at bit 8 * BITS * j of the words.
     template <int WORDS>
     MEMBER uint32 at(const uint32 (&words)[WORDS], int j) const {
+        if constexpr (TABLE_STEP == 256) return constant_word(lookup + permute(words[j], lane, selector));
         const int first = 8 * BITS * j / 32;
         int byte = BITS * j % 4;
         uint32 word = words[first];

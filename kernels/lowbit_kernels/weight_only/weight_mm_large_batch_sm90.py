@@ -280,7 +280,7 @@ def _stage(tile: Tile, unpacking: Unpacking, chunk: int) -> int:
 
 def _fixed(tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking) -> int:
     """Bytes of shared memory besides the stages and their barriers."""
-    tile, looked_up = Tile(tokens, rows, groups), unpacking.lookup_bytes
+    tile, looked_up = Tile(tokens, rows, groups), unpacking.lookup_bytes(tokens)
     if split * tile.lanes > 1 and not tile.is_once(split):
         return tokens * rows * 4 * tile.lanes + BOX + 16 + looked_up
     return (tokens * 128 if tile.overlaps else 1024) + groups * LINES + 16 + looked_up

@@ -81,7 +81,7 @@ struct Shared {
     unsigned char box[BESIDE_RING ? BOX_BYTES : GROUPS * 2 * LINE_BYTES];
     uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read;
 };
-static constexpr int LOOKUP_AT = sizeof(Shared), TILES_AT = LOOKUP_AT + PAIRS * 128;
+static constexpr int LOOKUP_AT = sizeof(Shared), TILES_AT = LOOKUP_AT + PAIRS * TABLE_STEP;
 
 // The product's shape in tiles: `rows` of clusters and `columns` of tokens. The grid works through `band` columns at a
 // time, so that the L2 cache serves them. With EXPERTS, `tiles` has how many columns the experts up to each one have.
