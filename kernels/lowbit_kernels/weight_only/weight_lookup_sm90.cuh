@@ -182,6 +182,9 @@ DEVICE uint32 scaled(uint32 pair, const Factor &factor) {
 // products with scales below 2**40 are finite, and those with scales from 2**-80 on keep all bits.
 static constexpr bool FOLDED = ROUNDED && !ZERO && !SCALED && DTYPE == BF16;
 
+// Whether codes of a stream are taken as nibbles are.
+static constexpr bool SHORT = CODES == STREAM && BITS < 4;
+
 // A group's scale, and what unpacking multiplies two adjacent codes by, with FOLDED, and adds to them.
 struct Group {
     float scale;
@@ -192,13 +195,15 @@ struct Group {
 // differs for an upper nibble, which is 16 times as large. It is hidden from the compiler, which would move a known
 // constant to a register at each use.
 struct Place {
-    uint32 selector, factor, shift;
+    uint32 selector, factor, shift, selectors[4];
     MEMBER Place(int t, uint32 factor) : factor(factor), shift(t * 2 * BITS % 8) {
         selector = CODES == INT4     ? t * 0x0101
                    : CODES == INT8   ? t * 0x0202 + 0x0100
                    : CODES == STREAM ? t * 2 * BITS / 8 * 0x0111 + 0x0210
                                      : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
         in_use(selector);
+#pragma unroll
+        for (int i = 0; SHORT && i < 4; ++i) selectors[i] = 0x1010 + (t * 2 * BITS / 8 + i) * 0x1111, in_use(selectors[i]);
     }
 };
 
@@ -222,11 +227,19 @@ DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &g
     return ROUNDED && !FOLDED ? product_of(x, scale) : x;
 }
 
-// The same for the eight codes of 5 to 7 bits that begin at bit 8 * BITS * j of the words.
+// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. Codes of 1 to 3 bits are taken
+// as nibbles are: both halves hold the two bytes from the pair's first one on, and the upper code is 2^BITS as large.
 template <int WORDS>
 DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &place, const Group &group, uint32 scale) {
     const int first = BITS * j / 4, byte = BITS * j % 4, selector = 0x3210 + byte * 0x1111;
     uint32 low = words[first], high = words[min(first + 1, WORDS - 1)];
+    if constexpr (SHORT) {
+        constexpr uint32 MASK = ((1u << BITS) - 1) * (1 | 0x10000 << BITS);
+        uint32 x = permute(low, high, place.selectors[byte]) >> place.shift;
+        x = DTYPE == FP16 ? masked_or(x, MASK, 0x64006400) : x & MASK;
+        x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
+        return ROUNDED && !FOLDED ? product_of(x, scale) : x;
+    }
     if (byte > 0) {
         low = permute(low, high, selector);
         high = permute(high, words[min(first + 2, WORDS - 1)], selector);

@@ -32,7 +32,7 @@ class Unpacking(NamedTuple):
     """The format of a weight as the kernel sees it.
 
     Args:
-        codes: "INT4", "INT8", "STREAM" (integers of 5 to 7 bits), "E4M3" or "LOOKUP".
+        codes: "INT4", "INT8", "STREAM" (other integers), "E4M3" or "LOOKUP".
         bits: of a code.
         group: elements along K that share a scale; 0: one scale a row, multiplied into the result.
         unsigned: integers and their zero points begin at 0.
@@ -109,9 +109,12 @@ def _codes(operands: WeightOperands) -> str | None:
         is_plain = format.is_integer and not (is_value or format.scale_bytes)
         name = "INT8" if format.bits == 8 else "STREAM"
         return name if is_plain and (format.low or zeros is not None) else None
-    if format.bits == 4 and not (format.table or is_value or format.scale_bytes):
+    if format.table or is_value or format.scale_bytes:
+        return "LOOKUP"
+    if format.bits == 4:
         return "INT4"
-    return "LOOKUP"
+    is_folded = operands.scale.dtype == operands.x.dtype and operands.group % (2 * STEP) == 0
+    return "STREAM" if is_folded else "LOOKUP"
 
 
 def _zero(operands: WeightOperands) -> int | None:

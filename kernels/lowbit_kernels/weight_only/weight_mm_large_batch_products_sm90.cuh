@@ -54,9 +54,8 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int 
     } else if constexpr (CODES == LOOKUP) {
         group.offset = packed<DTYPE>(from.zero + least, from.zero + least);
     } else {
-        const float upper = from.zero + (DTYPE == BF16 ? 0.0f : BITS == 4 ? 64.0f : 1024.0f) + least;
-        const float lower = DTYPE == FP16 && BITS == 4 ? upper + 960.0f : upper;
-        group.offset = packed<DTYPE>(-UNIT * lower, -UNIT * upper);
+        const float point = from.zero + least, one = DTYPE == FP16 ? 1024.0f : 0.0f;
+        group.offset = packed<DTYPE>(-UNIT * (point + one), -UNIT * (point + one / (1 << HIGHER)));
     }
     return group;
 }

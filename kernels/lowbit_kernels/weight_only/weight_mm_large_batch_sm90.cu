@@ -7,7 +7,7 @@
 // each combination of
 //   DTYPE, OUT         BF16 or FP16: of x; of bias, residual and out
 //   CODES, BITS        INT4 (nibble = code + 8, even k in the low one), INT8, E4M3 (ZERO 0), STREAM: a bit
-//                      stream of integers of 5 to 7 BITS, or LOOKUP: a bit stream of codes of 1 to 4 BITS, whose values
+//                      stream of integers of 1 to 3 or 5 to 7 BITS, or LOOKUP: a bit stream of codes of 1 to 4 BITS, whose values
 //                      TABLE lists: see weight_lookup_sm90.cuh
 //   UNSIGNED           1: integers and zero points are unsigned: a nibble or a byte is the code
 //   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale

@@ -154,6 +154,8 @@ def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
 
 def _rounds_integers(tile: Tile, unpacking: Unpacking) -> bool:
     """True if this tile may round integers of 4 to 8 bits. Small tiles gain little by it, and lose exactness."""
+    if unpacking.rounding == "free":
+        return True
     return tile.tokens > 64 and (unpacking.group % 128 == 0 or unpacking.codes == "INT4")
 
 
@@ -226,6 +228,7 @@ def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
     them, beyond that the tensor cores."""
     once, part = plan.rounded or unpacking.group == 0, plan.chunk / 128
     alone = {"INT4": 236 if once else 195, "INT8": 242, "E4M3": 283, "STREAM": 428, "LOOKUP": 315}
+    alone["STREAM"] = 236 if unpacking.bits < 4 else 428
     each = {"INT4": 2.03, "INT8": 2.05}.get(unpacking.codes, 2.14) if once else 3.19
     base = float(alone[unpacking.codes] + (57 if unpacking.zero >= 2 else 0))
     if plan.groups == 4:  # more warps, which hide more of the latency
