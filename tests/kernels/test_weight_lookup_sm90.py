@@ -26,7 +26,8 @@ from tests.kernels import sm90_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-BY_NAME = {format.name: format for format in FORMATS}
+GROUPED = Format("float8-grouped", 64, codes=torch.float8_e4m3fn)
+BY_NAME = {format.name: format for format in (*FORMATS, GROUPED)}
 DECLINED = ("float8_e5m2",)
 
 
@@ -108,12 +109,31 @@ def test_formats_that_are_taken(format: Format) -> None:
         (Format("", 32, 4, NF4.values), "large"),
         (Format("", 32, 4, E2M1.values, scale=torch.uint8), "always"),
         (Format("", 32, 2, zero_point=BF16), "always"),
+        (GROUPED, "large"),
+        (Format("", 32, codes=torch.float8_e4m3fn, scale=torch.uint8), "always"),
     ],
     ids=str,
 )
 def test_weights_are_rounded_where_that_costs_little(format: Format, rounding: str) -> None:
     own = unpacking_of(Product(format, 20, 16, 256, device="cpu").operands())
     assert own is not None and own.rounding == rounding
+
+
+@pytest.mark.parametrize(
+    ("format", "codes"),
+    [
+        (Format("", 128, 3), "STREAM"),
+        (Format("", 128, 2, zero_point=torch.uint8), "STREAM"),
+        (Format("", 64, 3), "LOOKUP"),
+        (Format("", 128, 3, scale=FP32), "LOOKUP"),
+        (Format("", 128, 3, zero_point=BF16), "LOOKUP"),
+    ],
+    ids=str,
+)
+def test_few_bits_are_unpacked_by_arithmetic(format: Format, codes: str) -> None:
+    """Those whose scales fold into a factor once for many codes; others are looked up."""
+    own = unpacking_of(Product(format, 20, 16, 256, device="cpu").operands())
+    assert own is not None and (own.codes, bool(own.table)) == (codes, codes == "LOOKUP")
 
 
 def test_values_that_the_dtype_holds_keep_their_bits() -> None:
@@ -172,6 +192,14 @@ EMULATED = [
     ("nvfp4", (16, 128, 2), {}),
     ("nvfp4", (16, 256, 4), {"split": 2}),
     ("table3", (16, 128, 2), {"rounded": False}),
+    ("mxfp8", (16, 64, 4), {"split": 2}),
+    ("mxfp8", (256, 128, 2), {"beside": 2, "clusters": 2}),
+    ("mxfp8", (64, 128, 2), {}),
+    ("float8-grouped", (32, 128, 2), {}),
+    ("float8-grouped", (16, 128, 4), {"rounded": False}),
+    ("int3", (16, 64, 4), {"split": 2}),
+    ("int2", (64, 128, 2), {"rounded": False}),
+    ("uint3", (128, 128, 2), {}),
 ]
 
 
@@ -192,19 +220,59 @@ def test_emulated(name: str, tile: tuple[int, int, int], options: dict) -> None:
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "float8_e4m3fn"])
-def test_emulated_nan(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "part", "rounded"),
+    [
+        ("mxfp4", "scale", True),
+        ("nvfp4", "scale", True),
+        ("float8_e4m3fn", "codes", False),
+        ("mxfp8", "codes", True),
+        ("mxfp8", "scale", True),
+        ("float8-grouped", "codes", True),
+        ("float8-grouped", "codes", False),
+        ("float8-grouped", "scale", False),
+    ],
+)
+def test_emulated_nan(name: str, part: str, rounded: bool) -> None:
     """A scale or a code that is NaN makes its row's results NaN, and no others."""
     with sm90_emulator.emulated():
         product = Product(BY_NAME[name], 20, 70, 384, device="cpu")
-        chosen = divided(product, 16, 64, 4)
+        chosen = divided(product, 16, 64, 4, rounded=rounded)
         clean = product.run(chosen)
-        part = product.weight["codes" if name == "float8_e4m3fn" else "scale"]
-        part.view(torch.uint8)[9, 3] = 255 if name == "mxfp4" else 127
+        plant_nan(product.weight[part])
         found = product.run(chosen)
     assert found[:, 9].isnan().all()
     found[:, 9] = clean[:, 9]
     assert torch.equal(found, clean)
+
+
+def plant_nan(part: torch.Tensor) -> None:
+    """Makes one code or scale of row 9 NaN."""
+    if part.dtype.itemsize == 1:
+        part.view(torch.uint8)[9, 3] = 255 if part.dtype == torch.uint8 else 127
+    else:
+        part[9, 3] = float("nan")
+
+
+def each_code_and_scale(device: str) -> None:
+    """The product of MXFP8 with the identity is the weight, for each code and for scales of 2^-127 to 2^118."""
+    product = Product(BY_NAME["mxfp8"], 256, 246, 256, device=device)
+    codes = torch.arange(256, dtype=torch.uint8, device=device)
+    codes[codes & 127 == 127] = 0
+    product.weight["codes"] = codes.view(torch.float8_e4m3fn).expand(246, 256).contiguous()
+    scales = torch.arange(246, dtype=torch.uint8, device=device)
+    product.weight["scale"] = scales[:, None].expand(246, 8).contiguous()
+    product.x = torch.eye(256, device=device).to(BF16)
+    own = unpacking_of(product.operands())
+    assert own is not None and own.codes == "E4M3"
+    found = product.run(divided(product, 16, 64, 4) if device == "cpu" else None)
+    assert torch.equal(found, product.exact().to(BF16))
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+def test_emulated_codes_and_scales_of_mxfp8() -> None:
+    with sm90_emulator.emulated():
+        each_code_and_scale("cpu")
 
 
 # ---- on a GPU --------------------------------------------------------------------------------------------------------
@@ -212,7 +280,7 @@ def test_emulated_nan(name: str) -> None:
 
 def limit(format: Format, m: int) -> float:
     """The bound of the error. The module says where weights are rounded."""
-    if format.name in ("mxfp4", "nvfp4"):
+    if format.name in ("mxfp4", "mxfp8", "nvfp4"):
         return 2e-3
     return 2.9e-3 if format.name.endswith("value") or m >= ROUNDED_FROM else 2.1e-3
 
@@ -250,20 +318,27 @@ def test_every_tile(name: str, tile: Tile) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("k", [320, 2368])
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
+@pytest.mark.parametrize("name", ["mxfp4", "mxfp8", "nvfp4"])
 def test_rows_that_end_within_128(name: str, k: int) -> None:
     assert Product(BY_NAME[name], 100, 300, k).error() < 2e-3
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["mxfp4", "nvfp4", "float8_e4m3fn", "int3"])
-def test_nan(name: str) -> None:
-    product = Product(BY_NAME[name], 100, 300, 1024)
-    is_code = name == "float8_e4m3fn"
-    part = product.weight["codes" if is_code else "scale"]
-    if name == "int3":
-        part[9, 3] = float("nan")
-    else:
-        part.view(torch.uint8)[9, 0 if is_code else 3] = 255 if name == "mxfp4" else 127
+@pytest.mark.parametrize("m", [100, 300])
+@pytest.mark.parametrize(
+    ("name", "part"),
+    [
+        *((name, "scale") for name in ("mxfp4", "mxfp8", "nvfp4", "int3", "float8-grouped")),
+        *((name, "codes") for name in ("float8_e4m3fn", "mxfp8", "float8-grouped")),
+    ],
+)
+def test_nan(name: str, part: str, m: int) -> None:
+    product = Product(BY_NAME[name], m, 300, 1024)
+    plant_nan(product.weight[part])
     out = product.run()
-    assert out[:, 9].isnan().all() and out.isnan().sum() == 100
+    assert out[:, 9].isnan().all() and out.isnan().sum() == m
+
+
+@pytest.mark.gpu
+def test_codes_and_scales_of_mxfp8() -> None:
+    each_code_and_scale("cuda")
