@@ -242,6 +242,7 @@ struct Exchange {
 template <int PARTS, int BESIDES>
 struct Shares {
     static constexpr int SQUARES = TOKENS / 16, SHARE = (SQUARES + PARTS - 1) / PARTS, COUNT = SHARE * 8;
+    static constexpr int PHASES = SHARE % 2 ? 1 : 2, PHASE = COUNT / PHASES;  // sums that are finished while others arrive
     typedef float4 Part[COUNT / 4][32];  // a warp's sums in a subtile
     static constexpr int BYTES = WARPS * SUBTILES * (PARTS - 1) * sizeof(Part);
     static_assert(BYTES <= STAGES * STAGE_BYTES, "");
@@ -252,40 +253,44 @@ struct Shares {
                               const Shape &shape, const Schedule &schedule, uint32 rank, int row) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = rank / BESIDES;
         Part *parts = (Part *)shared.stage + warp * SUBTILES * (PARTS - 1);
-        const uint32 arrived = shared_address(&shared.sums_arrived);
+        const uint32 arrived[2] = {shared_address(&shared.sums_arrived), shared_address(&shared.rest_arrived)};
         Exchange<PARTS, BESIDES>(shared, parts, rank).leave();
         barrier_wait(shared_address(&shared.sums_read), 0);  // nobody reads the ring
-        if (threadIdx.x == 0) barrier_expect(arrived, BYTES);
-        float own[SUBTILES][COUNT];
+        for (int phase = 0; threadIdx.x == 0 && phase < PHASES; ++phase) barrier_expect(arrived[phase], BYTES / PHASES);
+        float own[PHASES][SUBTILES][PHASE];
 #pragma unroll
-        for (int to = 0; to < PARTS; ++to) {
+        for (int j = 0; j < PHASES * PARTS * SUBTILES * PHASE; j += 4) {
+            const int phase = j / (PARTS * SUBTILES * PHASE), to = j / (SUBTILES * PHASE) % PARTS;
+            const int subtile = j / PHASE % SUBTILES, i = phase * PHASE + j % PHASE;
+            const float *from = &sums[subtile][first(to) + i];
+            float *mine = &own[phase][subtile][j % PHASE];
+            if (to == part) {
+                mine[0] = from[0], mine[1] = from[1], mine[2] = from[2], mine[3] = from[3];
+            } else {
+                float4 *there = &parts[subtile * (PARTS - 1) + part - (part > to)][i / 4][lane];
+                const float4 four = make_float4(from[0], from[1], from[2], from[3]);
+                send(shared_address(there), to * BESIDES + rank % BESIDES, four, arrived[phase]);
+            }
+        }
 #pragma unroll
-            for (int i = 0; i < SUBTILES * COUNT; i += 4) {
-                const float *from = &sums[i / COUNT][first(to) + i % COUNT];
-                float *mine = &own[i / COUNT][i % COUNT];
-                if (to == part) {
-                    mine[0] = from[0], mine[1] = from[1], mine[2] = from[2], mine[3] = from[3];
-                } else {
-                    float4 *there = &parts[i / COUNT * (PARTS - 1) + part - (part > to)][i % COUNT / 4][lane];
-                    const float4 four = make_float4(from[0], from[1], from[2], from[3]);
-                    send(shared_address(there), to * BESIDES + rank % BESIDES, four, arrived);
+        for (int phase = 0; phase < PHASES; ++phase) {
+            barrier_wait_after(arrived[phase], 0);
+#pragma unroll
+            for (int j = 0; j < SUBTILES * PHASE; j += 4) {
+                float *mine = &own[phase][j / PHASE][j % PHASE];
+                float4 sum = {};
+#pragma unroll
+                for (int source = 0; source < PARTS; ++source) {  // in the order of K
+                    float4 more = make_float4(mine[0], mine[1], mine[2], mine[3]);
+                    const int other = j / PHASE * (PARTS - 1) + source - (source > part);
+                    if (source != part) more = parts[other][(phase * PHASE + j % PHASE) / 4][lane];
+                    sum = source ? make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w) : more;
                 }
+                mine[0] = sum.x, mine[1] = sum.y, mine[2] = sum.z, mine[3] = sum.w;
             }
+            const int token = schedule.token + (first(part) + phase * PHASE) * 2;
+            finish_all(shared.box, epilogue, shape, schedule.own(), own[phase], row, token);
         }
-        barrier_wait_after(arrived, 0);
-#pragma unroll
-        for (int i = 0; i < SUBTILES * COUNT; i += 4) {
-            float *mine = &own[i / COUNT][i % COUNT];
-            float4 sum = {};
-#pragma unroll
-            for (int source = 0; source < PARTS; ++source) {  // in the order of K
-                float4 more = make_float4(mine[0], mine[1], mine[2], mine[3]);
-                if (source != part) more = parts[i / COUNT * (PARTS - 1) + source - (source > part)][i % COUNT / 4][lane];
-                sum = source ? make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w) : more;
-            }
-            mine[0] = sum.x, mine[1] = sum.y, mine[2] = sum.z, mine[3] = sum.w;
-        }
-        finish_all(shared.box, epilogue, shape, schedule.own(), own, row, schedule.token + first(part) * 2);
     }
 };
 
@@ -379,6 +384,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             barrier_init(shared_address(&shared.empty[i]), WARPS / LANES * BESIDE);
         }
         barrier_init(shared_address(&shared.sums_arrived), OVERLAP ? 2 : 1);
+        barrier_init(shared_address(&shared.rest_arrived), 1);
         barrier_init(shared_address(&shared.sums_read), OVERLAP ? 2 : WARPS * (TAIL ? BESIDE : SPLIT));
         barrier_init_fence();
         prefetch(codes), prefetch(x);

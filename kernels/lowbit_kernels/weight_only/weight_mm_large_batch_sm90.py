@@ -285,8 +285,8 @@ def _fixed(tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking
     """Bytes of shared memory besides the stages and their barriers."""
     tile, looked_up = Tile(tokens, rows, groups), unpacking.lookup_bytes(tokens)
     if split * tile.lanes > 1 and not tile.is_once(split):
-        return tokens * rows * 4 * tile.lanes + BOX + 16 + looked_up
-    return (tokens * 128 if tile.overlaps else 1024) + groups * LINES + 16 + looked_up
+        return tokens * rows * 4 * tile.lanes + BOX + 32 + looked_up
+    return (tokens * 128 if tile.overlaps else 1024) + groups * LINES + 32 + looked_up
 
 
 def takes(operands: WeightOperands) -> bool:

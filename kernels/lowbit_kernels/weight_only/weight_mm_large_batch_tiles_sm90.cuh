@@ -82,7 +82,7 @@ struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
     float4 part[BESIDE_RING ? OWN : MERGED][BESIDE_RING ? SOURCES : 1][2][32];  // sums of the block's squares
     unsigned char box[BESIDE_RING ? BOX_BYTES : GROUPS * 2 * LINE_BYTES];
-    uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read;
+    uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read, rest_arrived;
 };
 static constexpr int LOOKUP_AT = sizeof(Shared), TILES_AT = LOOKUP_AT + PAIRS * TABLE_STEP;
 
