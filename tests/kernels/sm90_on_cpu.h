@@ -236,7 +236,9 @@ static inline uint32 shift_in(uint32 high, uint32 low, uint32 bits) { return ((u
 static inline uint32 larger_halves(uint32 a, uint32 b) {
     return max(a & 0xffff0000, b & 0xffff0000) | max(a & 0xffff, b & 0xffff);
 }
-static inline uint32 larger_magnitudes(uint32 a, uint32 b) { return larger_halves(a & 0x7fff7fff, b & 0x7fff7fff); }
+static inline uint32 largest_magnitudes(uint32 a, uint32 b, uint32 c) {
+    return larger_halves(larger_halves(a & 0x7fff7fff, b & 0x7fff7fff), c & 0x7fff7fff);
+}
 
 static inline uint32 byte_of(uint32 word, int i) { return word >> 8 * i & 255; }
 static inline uint32 shift_out(uint32 low, uint32 high, int bits) {

@@ -49,8 +49,10 @@ WORD_OF(multiply_bf16x2, (unsigned int a, unsigned int b), "mul.rn.bf16x2 %0, %1
 WORD_OF(subtract_half2, (unsigned int a, unsigned int b), "sub.rn.f16x2 %0, %1, %2;", "r"(a), "r"(b))
 WORD_OF(multiply_half2, (unsigned int a, unsigned int b), "mul.rn.f16x2 %0, %1, %2;", "r"(a), "r"(b))
 
-// The larger of the magnitudes in each half, as bf16; NaN does not count.
-WORD_OF(larger_magnitudes, (unsigned int a, unsigned int b), "max.xorsign.abs.bf16x2 %0, %1, %2;", "r"(a), "r"(b))
+// The largest of three magnitudes in each half, as fp16: one instruction of sm_90. NaN does not count.
+WORD_OF(largest_magnitudes, (unsigned int a, unsigned int b, unsigned int c),
+        "{.reg .b32 x, y, z;\n abs.f16x2 x, %1;\n abs.f16x2 y, %2;\n abs.f16x2 z, %3;\n"
+        " max.f16x2 x, x, y;\n max.f16x2 %0, x, z;}", "r"(a), "r"(b), "r"(c))
 
 // a * b + c of two packed numbers, rounded once; subnormal numbers are kept.
 WORD_OF(fma_bf16x2, (unsigned int a, unsigned int b, unsigned int c), "fma.rn.bf16x2 %0, %1, %2, %3;",

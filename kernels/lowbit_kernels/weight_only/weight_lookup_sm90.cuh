@@ -44,8 +44,8 @@ DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
 
 static constexpr int PAIRS = CODES == LOOKUP ? 1 << 2 * BITS : 0;
 // Bytes from a pair to the next. With 256, the byte of two codes and that of the lane are the address, which one
-// instruction makes. Wide tiles wait for the tensor cores, and need the memory for stages.
-static constexpr int TABLE_STEP = BITS == 4 && TOKENS <= 128 ? 256 : 128;
+// instruction makes. Tiles of other sizes need the memory for stages.
+static constexpr int TABLE_STEP = BITS == 4 && (TOKENS <= 128 || TOKENS == 256) ? 256 : 128;
 
 __constant__ unsigned short VALUES[] = {TABLE};
 
@@ -89,6 +89,10 @@ static constexpr int PER = SCALED && GROUP < CHUNK ? CHUNK / GROUP : 1;  // grou
 static constexpr int SCALE_WORDS = (PER * SCALE_BYTES + 3) / 4;
 static constexpr int ZERO_WORDS = ZERO == 2 ? PER : ZERO == 3 ? (PER + 1) / 2 : (PER + 3) / 4;
 static constexpr bool MAY_BE_NAN = SCALED && (SCALE == E8M0 || SCALE == E4M3);
+// Whether powers of two count from the largest of their row, which is multiplied into the sums. So one product with a
+// finite factor makes a number of a code, exactly, if those of a row span 124 octaves at most.
+static constexpr bool RELATIVE = SCALED && CODES == E4M3 && SCALE == E8M0;
+static constexpr int MOST_TOP = 247;  // of the largest scale's byte: its factor is 2**120
 
 // The factor of a pair of values, and the addend. `rest` is the part of the scale below DTYPE's precision.
 struct Factor {
@@ -145,9 +149,12 @@ struct Scales {
         return packed<DTYPE>(point, point);
     }
 
-    MEMBER Factor factor(int i) const {
+    // `origin`: of the row, with RELATIVE.
+    MEMBER Factor factor(int i, uint32 origin) const {
         Factor result = {0, 0, 0};
-        if constexpr (SCALE == DTYPE) {
+        if constexpr (RELATIVE) {  // the bytes are bfloat16's exponents
+            result.scale = byte_of(scale[i / 4], i % 4) * 0x00800080 + origin;
+        } else if constexpr (SCALE == DTYPE) {
             result.scale = permute(scale[i / 2], 0, i % 2 ? 0x3232 : 0x1010);
         } else if constexpr (SCALE == E8M0) {  // 2**-127 is a subnormal number
             result.scale = larger_halves(permute(scale[i / 4], 0, 0x0404 + i % 4 * 0x1010) >> 1, 0x00400040);
@@ -212,14 +219,13 @@ static constexpr uint32 LARGEST = 0x07e0;
 
 // Two adjacent codes of eight along K, minus the zero point, times UNIT: byte `t` of a word at 4 bits, bytes 2 t and 2
 // t + 1 of two words at 8 bits. In bf16 an integer in the lowest 8 bits is a (subnormal) multiple of 2**-133, exactly.
-// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already; `seen` keeps the largest magnitude.
-DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale, uint32 &seen) {
+// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already, 2**-120 of their own, and `raw` gets their bits.
+DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale, uint32 &raw) {
     uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
     if constexpr (CODES == E4M3) {
         if constexpr (DTYPE == FP16) return from_e4m3x2(x & 0xffff);
-        x = x << 4 & 0x87f087f0;  // from bytes whose sign fills the halves
-        seen = larger_magnitudes(seen, x);
-        return multiply_bf16x2(x, place.factor);
+        raw = x = x << 4 & 0x87f087f0;  // from bytes whose sign fills the halves
+        return RELATIVE ? x : multiply_bf16x2(x, place.factor);
     }
     if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
     else x = masked_xor(x, 0x00ff00ff, (DTYPE == FP16 ? 0x64006400 : 0) | (UNSIGNED ? 0 : 0x00800080));

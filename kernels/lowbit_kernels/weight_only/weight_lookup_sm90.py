@@ -62,7 +62,7 @@ class Unpacking(NamedTuple):
 
     def lookup_bytes(self, tokens: int) -> int:
         """Bytes of shared memory that the table of pairs takes in a tile of so many tokens."""
-        step = 256 if self.bits == 4 and tokens <= 128 else 128
+        step = 256 if self.bits == 4 and (tokens <= 128 or tokens == 256) else 128
         return step << 2 * self.bits if self.table else 0
 
     def rounds(self, m: int) -> bool:

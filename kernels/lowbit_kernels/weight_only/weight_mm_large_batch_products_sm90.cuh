@@ -88,18 +88,20 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
         const int run = GROUP ? (first + i / 2 * 8 / BITS) * 16 / RUN : 0;
         const Group &group = i % 2 ? lower[run] : upper[run];
         const uint32 scale = ROUNDED ? packed<DTYPE>(group.scale, group.scale) : 0;
+        uint32 raw[EIGHTS];
 #pragma unroll
         for (int j = i / 2 * EIGHTS; j < (i / 2 + 1) * EIGHTS; ++j) {
             const uint32 *from = &codes[i % 2][BITS / 4 * j];
-            a[j * 2 + i % 2] = two_of(from[0], from[BITS / 4 - 1], place, group, scale, seen[i % 2]);
+            a[j * 2 + i % 2] = two_of(from[0], from[BITS / 4 - 1], place, group, scale, raw[j % EIGHTS]);
         }
+        if constexpr (CODES == E4M3 && DTYPE == BF16) seen[i % 2] = largest_magnitudes(seen[i % 2], raw[0], raw[1]);
     }
 }
 
-// The same by look-up, or for E4M3 with SCALED. `scales` are those of the rows, with SCALED.
+// The same by look-up, or for E4M3 with SCALED. `scales` are those of the rows, with SCALED, and `origin` see RELATIVE.
 DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int first, const Place &place,
                    const Pairs &pairs, const Group (&upper)[RUNS], const Group (&lower)[RUNS],
-                   const Scales (&scales)[2], uint32 (&seen)[2]) {
+                   const Scales (&scales)[2], const uint32 (&origin)[2], uint32 (&seen)[2]) {
 #pragma unroll
     for (int i = 0; i < STEPS * 2; ++i) {
         const int step = first + i / 2, below = i % 2;
@@ -107,16 +109,18 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
         const uint32 offset = SCALED ? (ZERO == 1 ? scales[below].offset(group) : 0)
                                      : (below ? lower : upper)[GROUP ? step * 16 / RUN : 0].offset;
         Factor factor = {0, 0, 0};
-        if constexpr (SCALED) factor = scales[below].factor(group);
+        if constexpr (SCALED) factor = scales[below].factor(group, origin[below]);
+        uint32 raw[2] = {};
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
             uint32 &x = a[i / 2 * 4 + j * 2 + below];
             const int eight = i / 2 * 2 + j;
             if constexpr (CODES == LOOKUP) x = pairs.at(codes[below], eight);
-            else x = two_of(codes[below][eight * 2], codes[below][eight * 2 + 1], place, upper[0], 0, seen[below]);
+            else x = two_of(codes[below][eight * 2], codes[below][eight * 2 + 1], place, upper[0], 0, raw[j]);
             if constexpr (ZERO == 1) x = difference_of(x, offset);
             if constexpr (SCALED) x = scaled(x, factor);
         }
+        if constexpr (CODES == E4M3) seen[below] = largest_magnitudes(seen[below], raw[0], raw[1]);
     }
 }
 
@@ -163,6 +167,7 @@ struct Consumer {
     uint32 loaded[2][WORDS];          // codes of the next piece
     uint32 rows[SUBTILES][2];         // index of the rows' first group
     uint32 seen[SUBTILES][2];         // of the rows' codes or scales: whether one is NaN
+    uint32 origin[SUBTILES][2];       // with RELATIVE: of the factors of a row
     Group group[SUBTILES][2][RUNS];   // of the present chunk
     Fetched next[SUBTILES][2][RUNS];  // of the next chunk
     Scales scales[SUBTILES][2], next_scales[SUBTILES][2];  // the same with SCALED
@@ -184,7 +189,43 @@ struct Consumer {
         for (int i = 0; i < SUBTILES * 2; ++i) {
             const int own = above + own_row(shape, row + i / 2 * (64 / SPREAD), i % 2);
             rows[i / 2][i % 2] = (uint32)own * shape.groups;
-            seen[i / 2][i % 2] = 0;
+            seen[i / 2][i % 2] = origin[i / 2][i % 2] = 0;
+            if constexpr (RELATIVE) find_top(rows[i / 2][i % 2], seen[i / 2][i % 2], origin[i / 2][i % 2]);
+        }
+    }
+
+    // The origin of a row's factors, from its largest scale. The four threads of a row read a quarter each.
+    MEMBER void find_top(uint32 row, uint32 &nan, uint32 &origin) const {
+        const unsigned char *at = (const unsigned char *)scale + row;
+        uint32 most = 0;
+        if (shape.groups % 16 == 0) {
+#pragma unroll 2
+            for (int i = threadIdx.x % 4 * 16; i < shape.groups; i += 64) {
+                uint32 four[4];
+                load_words<16>(four, at + i);
+#pragma unroll
+                for (int j = 0; j < 4; ++j)
+                    most = larger_halves(larger_halves(most, four[j] & 0x00ff00ff), four[j] >> 8 & 0x00ff00ff);
+            }
+        } else {
+            for (int i = threadIdx.x % 4; i < shape.groups; i += 4) most = max(most, (uint32)at[i]);
+        }
+        most = max(most & 0xffff, most >> 16);
+        most = max(most, __shfl_xor_sync(0xffffffff, most, 1));
+        most = max(most, __shfl_xor_sync(0xffffffff, most, 2));
+        nan = most == 255 ? LARGEST + 1 : 0;
+        origin = (MOST_TOP - min(most, (uint32)MOST_TOP)) * 0x00800080;
+    }
+
+    // Multiplies the largest scales of rows into their sums.
+    MEMBER void multiply_tops(float (&sums)[SUBTILES][SUMS]) const {
+#pragma unroll
+        for (int i = 0; i < SUBTILES * 2; ++i) {
+            const uint32 top = MOST_TOP - (origin[i / 2][i % 2] >> 23);
+            const float power = bits_float(max(top << 23, 0x400000u));  // 2**-127 is a subnormal number
+#pragma unroll
+            for (int j = 0; j < SUMS; ++j)
+                if (j / 2 % 2 == i % 2) sums[i / 2][j] *= power;
         }
     }
 
@@ -207,7 +248,7 @@ struct Consumer {
 #pragma unroll
             for (int i = 0; i < SUBTILES * 2; ++i) {
                 scales[i / 2][i % 2] = next_scales[i / 2][i % 2];
-                if constexpr (MAY_BE_NAN) {
+                if constexpr (MAY_BE_NAN && !RELATIVE) {
                     uint32 &own = seen[i / 2][i % 2];
                     if constexpr (CODES == LOOKUP) own |= scales[i / 2][i % 2].nan();
                     else if (scales[i / 2][i % 2].nan()) own = LARGEST + 1;
@@ -279,7 +320,7 @@ struct Consumer {
                 if constexpr (!EARLY) load_piece(stage + codes, piece);
                 if constexpr (CODES == LOOKUP || SCALED) {
                     unpack(own, loaded, step_of(piece), place, pairs, group[subtile][0], group[subtile][1],
-                           scales[subtile], seen[subtile]);
+                           scales[subtile], origin[subtile], seen[subtile]);
                 } else {
                     unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1], seen[subtile]);
                 }
@@ -307,6 +348,7 @@ struct Consumer {
         ring = after;
         if constexpr (FLUSH) flush_all(totals, sums, pending, 0);
         else keep(sums[0]), keep(sums[SUBTILES - 1]);
+        if constexpr (RELATIVE) multiply_tops(sums);
         if constexpr (CODES == E4M3 && DTYPE == BF16 || MAY_BE_NAN) spread_nan(FLUSH ? totals : sums);
     }
 

@@ -108,6 +108,20 @@ WIDE = tuple(
 )
 
 
+UNPACKING = {
+    "INT4": (236, 0),
+    "INT8": (242, 0),
+    "SHORT": (316, 41),
+    "STREAM": (428, 0),
+    "E4M3": (368, 37),
+    "LOOKUP": (329, 31),
+}
+"""Clocks of 64 rows and 128 of K: what unpacking adds to products of up to 128 tokens, and to wider ones. SHORT: STREAM of
+1 to 3 bits."""
+SCALING = {"E4M3": (64, 88), "FP32": (51, 59), "FP16": (51, 59)}
+"""The same of scales multiplied into float8 codes, or into values of a table, by the dtype of scales."""
+
+
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> LargeBatchDivision:
     """The plan with the fewest estimated clocks (`_clocks`)."""
@@ -225,15 +239,22 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacki
 
 def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
     """Clocks of a warp group for 64 rows of a chunk. Up to 128 tokens shared memory and the latency of unpacking bound
-    them, beyond that the tensor cores."""
+    them, beyond that the tensor cores, which long unpacking slows down."""
     once, part = plan.rounded or unpacking.group == 0, plan.chunk / 128
-    alone = {"INT4": 236 if once else 195, "INT8": 242, "E4M3": 283, "STREAM": 428, "LOOKUP": 315}
-    alone["STREAM"] = 236 if unpacking.bits < 4 else 428
-    each = {"INT4": 2.03, "INT8": 2.05}.get(unpacking.codes, 2.14) if once else 3.19
-    base = float(alone[unpacking.codes] + (57 if unpacking.zero >= 2 else 0))
+    codes = unpacking.codes if unpacking.codes != "STREAM" or unpacking.bits > 3 else "SHORT"
+    alone, slowed = UNPACKING[codes]
+    if codes == "INT4" and not once:
+        alone = 195
+    if plan.rounded and unpacking.scales_pairs:
+        more, beside = SCALING.get(unpacking.scale if codes == "LOOKUP" else codes, (0, 0))
+        alone, slowed = alone + more, slowed + beside
+    if unpacking.zero >= 2:
+        alone, slowed = alone + 57, slowed + 53
+    each = {"INT4": 2.03, "INT8": 2.05}.get(codes, 2.14) if once else 3.19
+    base = float(alone)
     if plan.groups == 4:  # more warps, which hide more of the latency
         base, each = base * 0.96, 3.0
-    return max((base + each * plan.tokens) * part + 38, 4.04 * plan.tokens * part)
+    return max((base + each * plan.tokens) * part + 38, (4.04 * plan.tokens + slowed) * part)
 
 
 def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
