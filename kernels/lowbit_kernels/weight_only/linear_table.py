@@ -29,9 +29,7 @@ MOST_TOKENS_OF_SLOW = 1024  # of codes of 5 to 7 bits and of MXFP8, for the larg
 
 
 @functools.lru_cache(maxsize=65536)
-def choose(
-    m: int, n: int, k: int, bits: int, group_size: int, is_mxfp8: bool = False
-) -> Regime:
+def choose(m: int, n: int, k: int, bits: int, group_size: int, is_mxfp8: bool = False) -> Regime:
     """The regime for M tokens and a weight [N, K] of `bits`, in groups of `group_size` (K or more: one scale a row).
 
     Fewer than 4 bits take the rows of 4, other numbers of bits those of 8. On an H200 the large-batch kernel is faster
