@@ -206,12 +206,7 @@ def _preferred(operands: WeightOperands) -> tuple[str, ...]:
     if operands.m <= weight_mm_decode_sm90.MAX_TOKENS and not operands.format.is_int4_or_int8:
         return ON_CUDA  # measured: faster than any other kernel for these formats
     fastest = linear_table.choose(
-        operands.m,
-        operands.n,
-        operands.k,
-        operands.bits,
-        operands.group_size,
-        operands.format.exponent > 0 and operands.format.scale_bytes,
+        operands.m, operands.n, operands.k, operands.bits, operands.group_size
     )
     return ON_CUDA[ON_CUDA.index(fastest) :]
 
