@@ -73,6 +73,7 @@ CASES = [
     Case("int8-many", 4, 48, 256, 9, 4, "int8", bias=True),
     Case("float8", 4, 48, 128, 1, 4, "float8_e4m3fn", gated=True),
     Case("mxfp4", 4, 64, 128, 1, 4, "mxfp4", bias=True, gated=True),
+    Case("mxfp8", 3, 72, 192, 40, 2, "mxfp8", bias=True, gated=True),
     Case("mxfp4-half", 4, 64, 96, 3, 2, "mxfp4", dtype=torch.float16, per_pair=True),
     Case("fp32", 3, 17, 96, 3, 2, group_size=32, dtype=torch.float32),
     Case("nf4", 3, 18, 128, 3, 2, "nf4"),

@@ -125,7 +125,7 @@ def test_emulated_decode_kernel(name: str) -> None:
 
 EMULATED_LARGE = {
     **dict.fromkeys(["typical", "zero-bias", "groups-of-64", "one-expert", "int8", "int8-many"]),
-    **dict.fromkeys(["float8", "mxfp4", "nf4", "int3", "nvfp4", "nothing-but-beyond"]),
+    **dict.fromkeys(["float8", "mxfp4", "mxfp8", "nf4", "int3", "nvfp4", "nothing-but-beyond"]),
     "groups-of-32": (64, 256, 2, 2, 1, False, 128),
     "int8-groups": (32, 128, 2, 1, 1, False, 128),
     "per-row": (160, 128, 2, 2, 1, False, 128),
