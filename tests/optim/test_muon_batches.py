@@ -99,18 +99,6 @@ def test_how_matrices_are_batched_changes_no_bit(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:the optimizer's step of 2 parameters")
-def test_largest_batches_come_first():
-    """So small ones, whose launches take the host longer than the GPU, wait for nothing."""
-    shapes = [(8, 16)] * 4 + [(32, 48)] + [(64, 40)] * 2
-    params = [torch.nn.Parameter(rand(*s)) for s in shapes]
-    for p in params:
-        p.grad = p.detach().clone()
-    optimizer = Muon(params)
-    optimizer.step()
-    (plan,) = plans_of(optimizer)
-    assert [batch.positions for batch in plan.batches] == [[5, 6], [4], [0, 1, 2, 3]]
-
-
 def test_a_plan_is_kept_until_something_changes():
     params = parameters((64, 80), (64, 80), (80,))
     optimizer = optim.Muon8bit(params)

@@ -32,8 +32,6 @@ from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, stored_d
 BLOCK = 128
 MOST = 126
 """The code of a block's largest magnitude."""
-_ROUNDS, _ZERO = 1.5 * 2**23, 0x4B400000
-"""A number that a small one is added to to round it half to even, and its bits."""
 _PIECE = 2**17
 """Blocks that PyTorch's operations round at once: 64 MiB of float32 values."""
 _BLOCKS = 32
@@ -41,36 +39,24 @@ _BLOCKS = 32
 
 
 def codes_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """codes int8 [B, 128] and scale [B, 1] of a float [B, 128], by the formula of the module.
-
-    A compiled kernel is limited by its instructions, not by memory. So maxima are those of bits as integers: those of
-    floats pass NaN on, by more instructions. And the code is the last byte of a sum that rounds.
-    """
+    """codes int8 [B, 128] and scale [B, 1] of a float [B, 128], by the formula of the module."""
     x = blocks.float()
-    bits = x.view(torch.int32)
-    magnitude = bits & 0x7FFFFFFF
-    is_finite = magnitude < 0x7F800000
-    finite = torch.where(is_finite, bits, 0)
-    largest = (finite & 0x7FFFFFFF).amax(1, keepdim=True).view(torch.float32)
-    # The other sign: numbers below 0 are above 0 as integers, and -0.0 is 0.
-    has_negative = (finite ^ -0x80000000).amax(1, keepdim=True) > 0
+    finite = torch.where(x.abs() < math.inf, x, 0.0)
+    largest = finite.abs().amax(1, keepdim=True)
     largest = torch.where(largest == 0, 1.0, largest)
+    has_negative = finite.amin(1, keepdim=True) < 0
     scale = torch.where(has_negative, largest, -largest).to(blocks.dtype)
     lifted = torch.where(largest < 2.0**-100, 2.0**100, 1.0)
     inverse = torch.full_like(largest, MOST) / (largest * lifted)
-    code = (x * lifted * inverse + _ROUNDS).view(torch.int32)
-    no_small = torch.where(has_negative, 0x7FFFFFFF, 0)
-    code = torch.where((code == _ZERO) & (bits > no_small), -1, code)
-    infinite = torch.where(bits < 0, -MOST - 1, MOST + 1)
-    odd = torch.where(magnitude > 0x7F800000, -128, infinite)
-    return torch.where(is_finite, code, odd).to(torch.int8), scale
+    code = (x * lifted * inverse).clamp(-MOST - 1, MOST + 1).round()
+    code = torch.where((code == 0) & (x > 0) & ~has_negative, -1.0, code)
+    return torch.where(x == x, code, -128.0).to(torch.int8), scale
 
 
 def values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     """The values in `dtype`, [B, 128]: `codes_of` back."""
     largest = scale.float().abs()
-    small, least = largest * (0.25 / MOST), torch.finfo(dtype).smallest_normal
-    small = torch.where(small > least, small, least)
+    small = (largest * (0.25 / MOST)).clamp(min=torch.finfo(dtype).smallest_normal)
     code = codes.float()
     x = code * (1 / MOST) * largest
     x = torch.where((code == -1) & (scale < 0), small, x)

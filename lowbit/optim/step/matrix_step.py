@@ -59,8 +59,7 @@ class MatrixStepPlan:
 
     def __init__(self, optimizer: Any, jobs: list[Job], kind: type[Batch]) -> None:
         self.facts = _facts(optimizer, jobs, kind)
-        # Largest first, so that the host is ahead of the GPU when small batches come.
-        self.batches = sorted(_batches(jobs, kind), key=lambda b: b.elements(jobs), reverse=True)
+        self.batches = list(_batches(jobs, kind))
         for batch in self.batches:
             batch.find_kernels(optimizer, jobs[batch.job])
 
@@ -245,10 +244,6 @@ class Batch:
             # The moments are stored, so no state is left. Weights are rounded as in every other optimizer.
             Update(optimizer.state, rest, {}, formula, None).run()
         self.finish(optimizer, own)
-
-    def elements(self, jobs: list[Job]) -> int:
-        """Elements on all ranks together."""
-        return sum(jobs[self.job].params[i].numel() for i in self.positions)
 
     def read_like(self, grad: Tensor) -> Tensor:
         """A tensor of the shape, dtype and device of what `read` gives for this gradient."""
