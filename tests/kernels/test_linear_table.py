@@ -62,3 +62,11 @@ def test_the_table_answers_with_the_nearest_shape(monkeypatch: pytest.MonkeyPatc
     }
     assert {key: linear_table.choose(*key) for key in expected} == expected
     linear_table.choose.cache_clear()
+
+
+def test_formats_that_take_long_to_unpack_are_dequantized_for_many_tokens() -> None:
+    shape = (4096, 4096)
+    assert [linear_table.choose(m, *shape, 8, 32, True) for m in (64, 2048)] == ["large_batch"] * 2
+    assert linear_table.choose(2049, *shape, 8, 32, True) == "dequantize"
+    assert linear_table.choose(1025, *shape, 6, 128) == "dequantize"
+    assert linear_table.choose(4096, *shape, 8, 32) == "large_batch"

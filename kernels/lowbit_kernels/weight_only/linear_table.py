@@ -26,17 +26,20 @@ REGIMES: dict[tuple[int, int, int, int], tuple[tuple[int, Regime], ...]] = {
     (8, 0, 1024, 4096): ((16, "decode"), (4096, "large_batch")),
 }
 MOST_TOKENS_OF_STREAMS = 1024  # of codes of 5 to 7 bits, for the large-batch kernel
+MOST_TOKENS_OF_MXFP8 = 2048
 
 
 @functools.lru_cache(maxsize=65536)
-def choose(m: int, n: int, k: int, bits: int, group_size: int) -> Regime:
+def choose(m: int, n: int, k: int, bits: int, group_size: int, is_mxfp8: bool = False) -> Regime:
     """The regime for M tokens and a weight [N, K] of `bits`, in groups of `group_size` (K or more: one scale a row).
 
     Fewer than 4 bits take the rows of 4, other numbers of bits those of 8. On an H200 the large-batch kernel is faster
-    than a dequantized weight for every format that it takes, from 17 to 4,096 tokens. Codes of 5 to 7 bits take it
-    longest to unpack, and leave it beyond `MOST_TOKENS_OF_STREAMS`.
+    than a dequantized weight for every format that it takes, from 17 to 4,096 tokens. Codes of 5 to 7 bits and MXFP8
+    take it longest to unpack, and leave it beyond `MOST_TOKENS_OF_STREAMS` and `MOST_TOKENS_OF_MXFP8`.
     """
-    if bits in (5, 6, 7) and m > MOST_TOKENS_OF_STREAMS:
+    if (bits in (5, 6, 7) and m > MOST_TOKENS_OF_STREAMS) or (
+        is_mxfp8 and m > MOST_TOKENS_OF_MXFP8
+    ):
         return "dequantize"
     group, bits = 0 if group_size >= k else group_size, 4 if bits <= 4 else 8
 

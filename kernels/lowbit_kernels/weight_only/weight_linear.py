@@ -205,9 +205,10 @@ def _preferred(operands: WeightOperands) -> tuple[str, ...]:
         return ("dequantize",)
     if operands.m <= weight_mm_decode_sm90.MAX_TOKENS and not operands.format.is_int4_or_int8:
         return ON_CUDA  # measured: faster than any other kernel for these formats
-    fastest = linear_table.choose(
-        operands.m, operands.n, operands.k, operands.bits, operands.group_size
-    )
+    format = operands.format
+    is_mxfp8 = format.exponent > 0 and format.scale_bytes
+    shape = operands.m, operands.n, operands.k
+    fastest = linear_table.choose(*shape, operands.bits, operands.group_size, is_mxfp8)
     return ON_CUDA[ON_CUDA.index(fastest) :]
 
 

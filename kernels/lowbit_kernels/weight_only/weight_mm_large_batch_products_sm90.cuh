@@ -190,31 +190,34 @@ struct Consumer {
             const int own = above + own_row(shape, row + i / 2 * (64 / SPREAD), i % 2);
             rows[i / 2][i % 2] = (uint32)own * shape.groups;
             seen[i / 2][i % 2] = origin[i / 2][i % 2] = 0;
-            if constexpr (RELATIVE) find_top(rows[i / 2][i % 2], seen[i / 2][i % 2], origin[i / 2][i % 2]);
         }
     }
 
-    // The origin of a row's factors, from its largest scale. The four threads of a row read a quarter each.
-    MEMBER void find_top(uint32 row, uint32 &nan, uint32 &origin) const {
-        const unsigned char *at = (const unsigned char *)scale + row;
-        uint32 most = 0;
-        if (shape.groups % 16 == 0) {
+    // The origins of rows' factors, from their largest scales. The four threads of a row read a quarter each.
+    MEMBER void find_tops() {
+        uint32 most[SUBTILES * 2] = {};
+        const bool wide = shape.groups % 16 == 0;
 #pragma unroll 2
-            for (int i = threadIdx.x % 4 * 16; i < shape.groups; i += 64) {
-                uint32 four[4];
-                load_words<16>(four, at + i);
+        for (int first = threadIdx.x % 4 * (wide ? 16 : 1); first < shape.groups; first += wide ? 64 : 4) {
+#pragma unroll
+            for (int i = 0; i < SUBTILES * 2; ++i) {
+                const unsigned char *at = (const unsigned char *)scale + rows[i / 2][i % 2] + first;
+                uint32 four[4] = {};
+                if (wide) load_words<16>(four, at);
+                else four[0] = *at;
 #pragma unroll
                 for (int j = 0; j < 4; ++j)
-                    most = larger_halves(larger_halves(most, four[j] & 0x00ff00ff), four[j] >> 8 & 0x00ff00ff);
+                    most[i] = larger_halves(larger_halves(most[i], four[j] & 0x00ff00ff), four[j] >> 8 & 0x00ff00ff);
             }
-        } else {
-            for (int i = threadIdx.x % 4; i < shape.groups; i += 4) most = max(most, (uint32)at[i]);
         }
-        most = max(most & 0xffff, most >> 16);
-        most = max(most, __shfl_xor_sync(0xffffffff, most, 1));
-        most = max(most, __shfl_xor_sync(0xffffffff, most, 2));
-        nan = most == 255 ? LARGEST + 1 : 0;
-        origin = (MOST_TOP - min(most, (uint32)MOST_TOP)) * 0x00800080;
+#pragma unroll
+        for (int i = 0; i < SUBTILES * 2; ++i) {
+            uint32 top = max(most[i] & 0xffff, most[i] >> 16);
+            top = max(top, __shfl_xor_sync(0xffffffff, top, 1));
+            top = max(top, __shfl_xor_sync(0xffffffff, top, 2));
+            if (top == 255) seen[i / 2][i % 2] = LARGEST + 1;
+            origin[i / 2][i % 2] = (MOST_TOP - min(top, (uint32)MOST_TOP)) * 0x00800080;
+        }
     }
 
     // Multiplies the largest scales of rows into their sums.
@@ -225,7 +228,7 @@ struct Consumer {
             const float power = bits_float(max(top << 23, 0x400000u));  // 2**-127 is a subnormal number
 #pragma unroll
             for (int j = 0; j < SUMS; ++j)
-                if (j / 2 % 2 == i % 2) sums[i / 2][j] *= power;
+                if (j / 2 % 2 == i % 2) sums[i / 2][j] = multiply_exactly(sums[i / 2][j], power);
         }
     }
 
@@ -290,6 +293,7 @@ struct Consumer {
         in_use(codes), in_use(end), in_use(operands);
         begin(row, above);
         fetch(first + others);
+        if constexpr (RELATIVE) find_tops();
         if constexpr (GROUP == 0) take_fetched(0);
         int before = -1;
         const Ring after = ring.after(last - first);

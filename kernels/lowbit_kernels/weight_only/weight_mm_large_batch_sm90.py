@@ -111,15 +111,20 @@ WIDE = tuple(
 UNPACKING = {
     "INT4": (236, 0),
     "INT8": (242, 0),
-    "SHORT": (316, 41),
+    "SHORT": (320, 2),
     "STREAM": (428, 0),
-    "E4M3": (368, 37),
-    "LOOKUP": (329, 31),
+    "E4M3": (338, 5),
+    "LOOKUP": (332, 10),
 }
 """Clocks of 64 rows and 128 of K: what unpacking adds to products of up to 128 tokens, and to wider ones. SHORT: STREAM
 of 1 to 3 bits."""
-SCALING = {"E4M3": (64, 88), "FP32": (51, 59), "FP16": (51, 59)}
-"""The same of scales multiplied into float8 codes, or into values of a table, by the dtype of scales."""
+SCALING = {
+    ("E4M3", "E8M0"): (54, 90),
+    ("LOOKUP", "E4M3"): (33, 20),
+    ("LOOKUP", "FP32"): (39, 40),
+    ("LOOKUP", "FP16"): (39, 40),
+}
+"""The same of scales multiplied into codes, by the dtype of scales."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -245,11 +250,13 @@ def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
     alone, slowed = UNPACKING[codes]
     if codes == "INT4" and not once:
         alone = 195
-    if plan.rounded and unpacking.scales_pairs:
-        more, beside = SCALING.get(unpacking.scale if codes == "LOOKUP" else codes, (0, 0))
+    if plan.rounded:
+        more, beside = SCALING.get((codes, unpacking.scale), (0, 0))
         alone, slowed = alone + more, slowed + beside
     if unpacking.zero >= 2:
-        alone, slowed = alone + 57, slowed + 53
+        alone, slowed = alone + 50, slowed + 40
+    if unpacking.table and unpacking.bits == 4 and 128 < plan.tokens < 256:  # a denser table
+        alone, slowed = alone + 75, slowed + 30
     each = {"INT4": 2.03, "INT8": 2.05}.get(codes, 2.14) if once else 3.19
     base = float(alone)
     if plan.groups == 4:  # more warps, which hide more of the latency
