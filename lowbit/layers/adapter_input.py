@@ -3,7 +3,8 @@
 PEFT casts the input of adapters to their dtype, float32, and under autocast their first product casts it back. At 8,192
 tokens of an 8B Llama the two and their backward passes take a tenth of a step. PEFT leaves them out over bitsandbytes'
 layers alone. A layer over a frozen weight of lowbit gets the mixin below while PEFT makes it. Bits stay the same, since
-16 bits fit float32. torch tells of each module that becomes part of another one, and of nothing else.
+16 bits fit float32. Several active adapters keep PEFT's casts, since they add their gradients in float32. torch tells
+of each module that becomes part of another one, and of nothing else.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ class UncastInput(StandIn):
     """Mixin of PEFT's LoRA layer."""
 
     def _cast_input_dtype(self: Any, x: Any, dtype: torch.dtype) -> Any:
-        if _is_cast_back(self, x):
+        if dtype is torch.float32 and _is_cast_back(self, x):
             return x
         plain: Any = super()
         return plain._cast_input_dtype(x, dtype)
@@ -42,7 +43,10 @@ def _is_cast_back(layer: Any, x: Any) -> bool:
     if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) is not x.dtype:
         return False
     drops = any(getattr(one, "p", 0.0) > 0 for one in layer.lora_dropout.values())
-    return not (drops and layer.training) and all(map(_is_unwatched, layer.lora_A.values()))
+    is_one = len(layer.active_adapters) == 1
+    return (
+        is_one and not (drops and layer.training) and all(map(_is_unwatched, layer.lora_A.values()))
+    )
 
 
 def _is_unwatched(factor: Any) -> bool:

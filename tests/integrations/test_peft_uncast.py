@@ -74,6 +74,24 @@ def test_bits_and_casts(casts: list[torch.dtype], dropout: float, checkpointed: 
     assert all(map(torch.equal, found, expected)) and len(found) == 15
 
 
+def test_bits_of_two_adapters(casts: list[torch.dtype]) -> None:
+    """Without casts, their gradients would be added in 16 bits."""
+    model = adapted(init_lora_weights=False)
+    model.add_adapter("other", model.peft_config["default"])
+    model.base_model.set_adapter(["default", "other"])
+    expected = outcome(as_peft_runs(model))
+    assert all(map(torch.equal, outcome(model), expected)) and len(casts) == 28
+
+
+def test_bits_of_float16_adapters(casts: list[torch.dtype]) -> None:
+    model = adapted()
+    for name, param in model.named_parameters():
+        if "lora_" in name:
+            param.data = param.data.half()
+    expected = outcome(as_peft_runs(model))
+    assert all(map(torch.equal, outcome(model), expected)) and len(casts) == 14
+
+
 def test_other_calls_are_peft_s(casts: list[torch.dtype]) -> None:
     model = adapted()
     outcome(model, enabled=False)  # in the adapters' dtype
