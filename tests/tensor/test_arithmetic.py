@@ -12,6 +12,7 @@ from torch.nn.utils import prune
 
 import lowbit
 from lowbit import AffineTensor, Int8WeightOnly
+from lowbit.numerics import row_chunks
 from lowbit.numerics.row_chunks import CHUNK_ELEMENTS
 from lowbit.tensor import TernaryTensor
 from tests.schemes import relative_error
@@ -129,6 +130,21 @@ def test_each_row_by_its_own_factor(bits, scales) -> None:
     wanted = w.dequantize() * factors
     w.mul_(factors)
     assert relative_error(w.dequantize(), wanted) < 1e-6
+
+
+@quiet
+@pytest.mark.parametrize("name", ["int8-tensor", "int4-block-8x16", "int4-g32"])
+def test_experts_in_parts(name, monkeypatch) -> None:
+    """Parts have no boundary inside of a block of rows, nor between experts that share one scale."""
+    monkeypatch.setattr(row_chunks, "CHUNK_ELEMENTS", 96)
+    for change in (lambda w: w.mul_(0.5), lambda w: w.add_(0.5)):
+        w = BY_NAME[name].make((3, 24, 96))
+        wanted = w.dequantize()
+        change(wanted)
+        codes = w.codes.clone()
+        change(w)
+        factor = torch.equal(w.codes, codes)
+        assert relative_error(w.dequantize(), wanted) < (1e-6 if factor else 0.2)
 
 
 @quiet

@@ -51,8 +51,7 @@ def rescale(weight: Any, values: Tensor) -> bool:
     if weight.numel() == 0 or weight.is_meta or torch.compiler.is_compiling():
         return False
     found = []
-    whole = weight.spec.shares_rows and weight.ndim == 2
-    for part, own in [(weight, values)] if whole else _row_chunks(weight, values):
+    for part, own in _row_chunks(weight, values):
         ratio = _ratio(part, own)
         scales = None if ratio is None else _multiplied(part, ratio)
         if scales is None:
@@ -113,8 +112,7 @@ def holds(weight: Any, values: Tensor) -> bool:
     if weight.numel() == 0 or weight.is_meta or torch.compiler.is_compiling():
         return False
     coarser = max(torch.finfo(t.dtype).eps for t in (weight, values))
-    whole = weight.spec.shares_rows
-    parts = [(weight, values)] if whole else _row_chunks(weight, values)
+    parts = _row_chunks(weight, values)
     return all(_is_near(own, part.dequantize(), 2 * coarser) for part, own in parts)
 
 
@@ -128,10 +126,14 @@ def _is_near(values: Tensor, held: Tensor, tolerance: float) -> bool:
 
 
 def _row_chunks(weight: Any, values: Tensor) -> Iterator[tuple[Any, Tensor]]:
-    """Chunks of both, over the same memory, small enough for the temporaries of quantization."""
-    if weight.ndim > 2:
+    """Chunks of both, over the same memory, small enough for the temporaries of quantization. Rows of a matrix that
+    share scales stay together, and so do experts that share one."""
+    if weight.ndim > 2 and not weight.spec.granularity.spans(0, weight.ndim):
         for expert, own in zip(weight.unbind(), values.unbind(), strict=True):
             yield from _row_chunks(expert, own)
+        return
+    if weight.spec.granularity.shares_rows:
+        yield weight, values
         return
     start = 0
     for own in row_chunks(values):
