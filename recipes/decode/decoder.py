@@ -31,7 +31,7 @@ from recipes.llama import Block, Llama, rotate
 def fold_norms_(model: Llama) -> None:
     """Multiply the columns of query, key, value, gate and up by the weight of the norm before them, and remove it.
 
-    In place, before quantizing and fusing. The model computes the same up to rounding. Norms without a weight stay.
+    In place, before quantizing. The model computes the same up to rounding. Norms without a weight stay.
 
     Raises:
         ValueError: a linear is quantized, or in float16. The model is then unchanged.
