@@ -8,6 +8,7 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.optim.swa_utils import (
     AveragedModel,
     get_ema_avg_fn,
@@ -17,7 +18,7 @@ from torch.optim.swa_utils import (
 )
 
 import lowbit
-from lowbit import Int8Weight
+from lowbit import Int8Weight, Int8WeightOnly
 from lowbit.tensor import AffineTensor, Int8WeightTensor
 from lowbit.tensor.trained import remainder
 from tests.garbage import only_new
@@ -145,6 +146,18 @@ def test_an_averaged_model_keeps_its_frozen_weights(case, name):
         model.adapter.data += 1.0
     assert same(average.module.weight.data, model.weight.data)
     assert 0 < average.module.adapter.min() < 3
+
+
+@pytest.mark.parametrize("trained_first", [False, True])
+def test_autograd_sees_changes_of_lists(trained_first):
+    frozen = AffineTensor.from_float(values(SHAPE), Int8WeightOnly())
+    trained = Int8WeightTensor(values(SHAPE), Int8Weight())
+    weights = [trained, frozen] if trained_first else [frozen, trained]
+    y = F.linear(torch.randn(3, 96, requires_grad=True), frozen)
+    torch._foreach_mul_(weights, 0.5)
+    assert all(w._version > 0 for w in weights)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.sum().backward()
 
 
 @pytest.mark.filterwarnings("error")

@@ -210,6 +210,24 @@ def test_writes_arrive_or_are_refused(case, index) -> None:
             assert same_bits(found[index].reshape(-1, 96), case.values_of(written))
 
 
+@by_class
+@every_case
+@pytest.mark.filterwarnings("ignore:.* takes new values")
+@pytest.mark.parametrize("index", [slice(0, 4), (slice(None), slice(0, 32))], ids=str)
+@torch.no_grad()
+def test_changes_of_a_slice_leave_the_rest_or_are_refused(case, index) -> None:
+    rest = torch.ones(8, 96, dtype=torch.bool)
+    rest[index] = False
+    for write in (lambda part: part.mul_(3), lambda part: part.add_(5)):
+        t = case.make((8, 96))
+        before = case.values_of(t).clone()
+        try:
+            write(t[index])
+        except NotImplementedError:
+            assert same_bits(case.values_of(t), before)
+        assert same_bits(case.values_of(t)[rest], before[rest])
+
+
 def test_a_number_and_a_low_bit_row_are_written_too() -> None:
     a, b = (AffineTensor.from_float(torch.randn(8, 32), Int8WeightOnly()) for _ in range(2))
     a[3] = 0.0

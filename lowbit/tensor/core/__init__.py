@@ -14,6 +14,7 @@ from lowbit.tensor.core.base import InnerShapes as InnerShapes
 from lowbit.tensor.core.base import LowbitTensor as LowbitTensor
 from lowbit.tensor.core.base import aten as aten
 from lowbit.tensor.core.base import count_change as count_change
+from lowbit.tensor.core.base import count_on_lists as count_on_lists
 from lowbit.tensor.core.base import stored_shape as stored_shape
 from lowbit.tensor.core.base import written as written
 from lowbit.tensor.core.base_ops import copy_ as copy_
@@ -34,6 +35,7 @@ from lowbit.tensor.core.dtensor import replicated as replicated
 from lowbit.tensor.core.dtensor import split_as as split_as
 from lowbit.tensor.core.fsdp import Gather as Gather
 from lowbit.tensor.core.fsdp import Wire as Wire
+from lowbit.tensor.core.indexing import check_part as check_part
 from lowbit.tensor.core.indexing import is_advanced as is_advanced
 from lowbit.tensor.core.indexing import writes as writes
 from lowbit.tensor.core.reading import ROUNDING_INPUTS as ROUNDING_INPUTS

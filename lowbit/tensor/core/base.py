@@ -565,6 +565,14 @@ def count_change(tensors: Sequence[Any]) -> None:
     torch.autograd.graph.increment_version([i for i in inner if not i.is_inference()])
 
 
+def count_on_lists(func: Any, args: Sequence[Any]) -> None:
+    """As `count_change`, after an operation on lists, of which autograd counts no change of a low-bit tensor itself:
+    torch counts those of plain tensors where it changes them, which is below these."""
+    changed = [t for t in written(func, args) if isinstance(t, LowbitTensor)]
+    count_change(changed)
+    torch.autograd.graph.increment_version([t for t in changed if not t.is_inference()])
+
+
 def _counted(fn: Callable[..., Any]) -> Callable[..., Any]:
     """`fn`, the implementation of operations in place, which then tells autograd."""
 

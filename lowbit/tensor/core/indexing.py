@@ -184,6 +184,12 @@ def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | 
     return cuts + [(slice(None), True)] * (tensor.ndim - len(cuts))
 
 
+def check_part(tensor: Any) -> None:
+    """Raise NotImplementedError for a slice that shares scales with the rest: a change would change them all."""
+    if type(tensor._base) is type(tensor):
+        _check_scales_of_its_own(tensor, tensor._base, tensor)
+
+
 def _check_scales_of_its_own(tensor: Any, whole: Any, part: Any) -> None:
     """Raise NotImplementedError where new values would change scales that other elements share."""
     sizes = {name: t.numel() for name, t in whole.inner_tensors().items()}

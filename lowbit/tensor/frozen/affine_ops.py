@@ -21,7 +21,15 @@ from torch.utils._pytree import tree_map
 
 from lowbit.linear.frozen import quantized_linear
 from lowbit.linear.frozen.experts import stacked_product
-from lowbit.tensor.core import LowbitTensor, aten, check_not_flat, looked_up, product_below_autograd
+from lowbit.tensor.core import (
+    LowbitTensor,
+    aten,
+    check_not_flat,
+    check_part,
+    count_on_lists,
+    looked_up,
+    product_below_autograd,
+)
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 AffineTensor.implements(aten.embedding.default)(looked_up)
@@ -97,6 +105,7 @@ def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not isinstance(target, AffineTensor):
         return func(target, *others, **kwargs)
     check_not_flat(target, "a change")
+    check_part(target)
     wide = torch.promote_types(target.dtype, torch.float32)
     target.requantize_(func(target._with(dtype=wide).dequantize(), *others, **kwargs))
     return target
@@ -113,4 +122,7 @@ def _on_lists(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
     name = func.overloadpacket.__name__.removeprefix("_foreach_")
     lists = [a if isinstance(a, list | tuple) else [a] * len(args[0]) for a in args]
     results = [getattr(own[0], name)(*own[1:], **kwargs) for own in zip(*lists, strict=True)]
-    return None if func._schema.is_mutable else results
+    if not func._schema.is_mutable:
+        return results
+    count_on_lists(func, args)
+    return None

@@ -230,8 +230,10 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         remainder.forget(self.codes)
 
     def scale_(self, factor: Any) -> bool:
-        """A positive number multiplies the scales alone."""
-        exact = isinstance(factor, int | float) and 0 < factor < math.inf
+        """A positive number multiplies the scales alone, which columns share with the rest of their rows."""
+        whole: Any = self if self._base is None else self._base
+        is_part = self.numel() < whole.numel() and self.scale.numel() == whole.scale.numel()
+        exact = isinstance(factor, int | float) and 0 < factor < math.inf and not is_part
         if exact:
             self.scale.mul_(factor)
         return exact

@@ -36,6 +36,7 @@ from lowbit.tensor.core import (
     NoView,
     aten,
     count_change,
+    count_on_lists,
     in_forward,
     of_swapped,
     writes,
@@ -423,12 +424,7 @@ class TrainableTensor(LowbitTensor):
         if func.__name__.startswith(_ON_LISTS):
             result = cls.on_lists(func, args, kwargs or {})
             if func._schema.is_mutable:
-                changed = written(func, args)
-                count_change(changed)
-                # torch counts changes of lists of plain tensors where it changes them, which is below these
-                torch.autograd.graph.increment_version(
-                    [t for t in changed if isinstance(t, LowbitTensor)]
-                )
+                count_on_lists(func, args)
             return result
         return super().__torch_dispatch__(func, types, args, kwargs)
 
