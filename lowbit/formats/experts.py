@@ -116,18 +116,20 @@ class Published:
         """See `lowbit.formats.sources.Source`. Raises FormatError for a stack that cannot be split."""
         for item in self._source.items():
             found = _STACK.fullmatch(item.name)
-            if found is None or item.value.ndim != 3:
-                yield replace(item, name=self._names.published(item.name))
-                continue
-            if not isinstance(item.value, LowbitTensor):
-                yield item
-                continue
-            if getattr(item.value, "global_scale", None) is not None:
+            is_stack = found is not None and item.value.ndim == 3
+            is_matrix = _MATRIX.fullmatch(item.name) is not None
+            if (is_stack or is_matrix) and getattr(item.value, "global_scale", None) is not None:
                 warnings.warn(
                     "transformers 5.23 leaves out the global scales of NVFP4 experts, so it reads wrong weights "
                     "without an error; MXFP4 has no such scales, and lowbit reads both",
                     stacklevel=2,
                 )
+            if found is None or not is_stack:
+                yield replace(item, name=self._names.published(item.name))
+                continue
+            if not isinstance(item.value, LowbitTensor):
+                yield item
+                continue
             for expert, matrix, value in self._matrices(item, found[2]):
                 name = f"{self._names.published(f'{found[1]}.')}{expert}.{matrix}.weight"
                 yield Item(name, value, "linear", item.note, item.snr)

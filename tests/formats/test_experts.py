@@ -142,14 +142,14 @@ def test_plain_stacks_stay_as_they_are(model_type: str, tmp_path: Path) -> None:
         assert "layers.0.mlp.experts.gate_up_proj" in stored
 
 
-def test_a_folder_of_plain_matrices_is_quantized_and_joined(tmp_path: Path) -> None:
-    """As published checkpoints are. The router stays plain under a pattern for the layers."""
+def published_folder(path: Path) -> Model:
+    """Write a model with a matrix for each part of an expert, as published checkpoints are; returns it with stacks."""
     model = Model()
     plain = nn.Module()
     for name, t in model.named_parameters():
         target: Any = plain
-        *path, last = name.split(".")
-        for part in path:
+        *parents, last = name.split(".")
+        for part in parents:
             if part not in target._modules:
                 target.add_module(part, nn.Module())
             target = target._modules[part]
@@ -165,7 +165,13 @@ def test_a_folder_of_plain_matrices_is_quantized_and_joined(tmp_path: Path) -> N
                 if str(expert) not in target._modules:
                     target.add_module(str(expert), nn.Module())
                 target._modules[str(expert)].add_module(kind, linear)
-    plain_folder(tmp_path / "plain", plain, model_type="qwen3_moe")
+    plain_folder(path, plain, model_type="qwen3_moe")
+    return model
+
+
+def test_a_folder_of_plain_matrices_is_quantized_and_joined(tmp_path: Path) -> None:
+    """The router stays plain under a pattern for the layers."""
+    model = published_folder(tmp_path / "plain")
     joined = lowbit.load_pretrained(tmp_path / "plain", Model(seed=1))
     assert_same_model(joined, model)
     report = lowbit.export(
@@ -176,9 +182,18 @@ def test_a_folder_of_plain_matrices_is_quantized_and_joined(tmp_path: Path) -> N
     assert_same_model(found, low_bit(Int4WeightOnly(32)))
 
 
-def test_nvfp4_experts_come_with_a_warning(tmp_path: Path) -> None:
+@pytest.mark.parametrize("source", ["model", "folder of stacks", "folder of matrices"])
+def test_nvfp4_experts_come_with_a_warning(source: str, tmp_path: Path) -> None:
+    given: Any = low_bit(NVFP4WeightOnly())
+    scheme = None
+    if source == "folder of stacks":
+        lowbit.export(given, tmp_path / "given", "lowbit")
+        given = tmp_path / "given"
+    elif source == "folder of matrices":
+        published_folder(tmp_path / "given")
+        given, scheme = tmp_path / "given", NVFP4WeightOnly()
     with pytest.warns(UserWarning, match="global scales of NVFP4 experts"):
-        lowbit.export(low_bit(NVFP4WeightOnly()), tmp_path / "out")
+        lowbit.export(given, tmp_path / "out", scheme=scheme)
 
 
 def test_gate_and_up_with_different_global_scales_make_no_stack() -> None:
