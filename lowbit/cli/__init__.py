@@ -1,15 +1,16 @@
 """The command line `lowbit`: quantize, export, inspect, eval, generate, estimate, bench, doctor.
 
-`python -m lowbit` is the same. Its own packages, typer and rich, come with the extra `cli`. An error is one line on
-stderr that says the way out, and the exit code is not 0; `--debug` shows the traceback.
+`python -m lowbit` is the same. Its own packages, typer and rich, come with the extra `cli`. A warning or an error is
+one line on stderr that says the way out, and the exit code is not 0; `--debug` shows the traceback.
 """
 
 from __future__ import annotations
 
 import sys
+from contextlib import nullcontext
 
 from lowbit import optional
-from lowbit.cli.errors import INTERRUPTED, exit_code, one_line
+from lowbit.cli.errors import INTERRUPTED, exit_code, one_line, warnings_on_one_line
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -24,7 +25,8 @@ def main(arguments: list[str] | None = None) -> int:
         optional.check("the command line needs", ("typer", "rich"), "cli")
         from lowbit.cli.app import run
 
-        return run([argument for argument in given if argument != "--debug"])
+        with nullcontext() if shows_traceback else warnings_on_one_line():
+            return run([argument for argument in given if argument != "--debug"])
     except KeyboardInterrupt:
         print("lowbit: interrupted", file=sys.stderr)
         return INTERRUPTED

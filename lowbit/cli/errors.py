@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from lowbit import optional
@@ -23,6 +25,7 @@ _OPTIONS = {
     "overwrite=True": "--overwrite",
     "max_shard_size is": "--max-shard-size is",
     "lossy=True": "--lossy",
+    'format="lowbit"': "--format lowbit",
     "scheme=": "--scheme",
 }
 """Words in messages of the Python interface → the words of the command line."""
@@ -41,11 +44,32 @@ def one_line(error: Exception, arguments: Sequence[str] = ()) -> str:
         text = _of_missing(error)
     if isinstance(error, OSError) and error.strerror:
         text = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
-    for python, option in _OPTIONS.items():
-        text = text.replace(python, option)
+    text = _in_options(text)
     if (isinstance(error, _EXPECTED) or _is_full_gpu(error)) and text:
         return text
     return f"{type(error).__name__}: {text}; `--debug` shows where, please report it"
+
+
+@contextmanager
+def warnings_on_one_line() -> Iterator[None]:
+    """Show warnings of lowbit and others without the line of Python that raised them."""
+    before = warnings.formatwarning
+
+    def one_line_of(message: Any, category: type[Warning], *where: Any, **line: Any) -> str:
+        kind = "warning" if category is UserWarning else category.__name__
+        return f"lowbit: {kind}: {_in_options(_joined(str(message)))}\n"
+
+    warnings.formatwarning = one_line_of
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
+def _in_options(text: str) -> str:
+    for python, option in _OPTIONS.items():
+        text = text.replace(python, option)
+    return text
 
 
 def _of_parser(error: Any, arguments: Sequence[str]) -> str:

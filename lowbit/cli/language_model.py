@@ -23,7 +23,10 @@ def load(path: Path, device: str) -> nn.Module:
     with _quiet():
         model = load_pretrained(path, device=device)
     if not hasattr(model, "generate"):
-        raise FormatError(f"{path} is a {type(model).__name__}, which is not a language model")
+        raise FormatError(
+            f"{path} is a {type(model).__name__}, which generates no text; accepted: causal language models. In "
+            "Python lowbit.calibrate and lowbit.evaluate take others, with batches of your own"
+        )
     return model
 
 

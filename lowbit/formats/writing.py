@@ -422,6 +422,8 @@ def _ready(
 
 def _remedy(target: Format, errors: Iterable[FormatError]) -> str:
     remedy = ". lossy=True rounds such weights to what the format holds, and states the loss"
+    if target.name != "lowbit":
+        remedy += '; format="lowbit" holds every scheme'
     if target.scale_dtype is not None and any(isinstance(e, ScalesError) for e in errors):
         remedy += (
             f"; lowbit.formats.grid({target.name!r}, scheme) gives a scheme whose scales it holds"

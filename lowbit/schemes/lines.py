@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import combinations
@@ -85,11 +86,20 @@ def parsed(line: str, what: str, example: str) -> tuple[str, dict[str, Any]]:
 
 def named(name: str, what: str, known: Mapping[str, Any]) -> Any:
     if name not in known:
-        raise ValueError(f"there is no {what} {name!r}; accepted: {', '.join(known)}")
+        way = ""
+        if "IntxWeightOnly" in known and (bits := re.fullmatch("int([1-8])", name)):
+            way = f"; {name} is IntxWeightOnly(bits={bits[1]})"
+        raise ValueError(f"there is no {what} {name!r}; accepted: {', '.join(known)}{way}")
     return known[name]
 
 
 def made(kind: Callable[..., Any], options: Mapping[str, Any], line: str) -> Any:
+    known = inspect.signature(kind).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
+    if not takes_any and (unknown := [key for key in options if key not in known]):
+        raise ValueError(
+            f"{line}: unexpected keyword argument {unknown[0]!r}; accepted: {', '.join(known) or 'no options'}"
+        )
     try:
         return kind(**options)
     except (TypeError, ValueError) as error:

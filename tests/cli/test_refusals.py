@@ -10,6 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -112,10 +113,11 @@ REFUSED = {
     "quantize model --out missing/new": "make it first",
     "quantize model --out text.txt/new": "make it first",
     "quantize model --out model": "is the folder that is read",
-    "quantize model --out new --scheme int5": "accepted: int4",
+    "quantize model --out new --scheme int5": "int5 is IntxWeightOnly(bits=5)",
     "quantize model --out new --scheme 'int4(size=3)'": "size",
     "quantize model --out new --scheme 'int4(scale_dtype=[1])'": "scale_dtype must be torch.float16",
-    "quantize model --out new --group-size 96": "multiple of the group size",
+    "quantize model --out new --group-size 96": "states the loss; --format lowbit holds every scheme",
+    "quantize model --out new --scheme nvfp4 --group-size 32": "'group_size'; accepted: no options",
     "quantize model --out new --format onnx9": "accepted: lowbit",
     "quantize model --out new --format onnx": "write it from Python",
     "export low --out new --format aoti": "write it from Python",
@@ -328,6 +330,28 @@ def test_models_that_run_need_transformers(
     _, message = refused(line, home, capfd)
     what = "which is not installed" if found is None else f"and {found} is installed"
     assert f"transformers >= 5, {what}" in message and "lowbit[hf]" in message
+
+
+@pytest.mark.parametrize("debug", [False, True])
+def test_a_warning_is_one_line_in_words_of_the_command_line(
+    debug: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown = []
+
+    def run(given: list[str]) -> int:
+        text = "rounds; give\n  lossy=True"
+        shown.append(warnings.formatwarning(text, UserWarning, __file__, 1))
+        shown.append(warnings.formatwarning("old", FutureWarning, __file__, 1))
+        return 0
+
+    before = warnings.formatwarning
+    monkeypatch.setattr("lowbit.cli.app.run", run)
+    assert main(["doctor", *["--debug"] * debug]) == 0
+    assert warnings.formatwarning is before
+    if debug:
+        assert __file__ in shown[0]
+    else:
+        assert shown == ["lowbit: warning: rounds; give --lossy\n", "lowbit: FutureWarning: old\n"]
 
 
 def test_debug_shows_the_traceback(home: Path) -> None:

@@ -53,7 +53,15 @@ from lowbit.hf import LowbitConfig  # noqa: E402
     ("arguments", "options", "error", "says"),
     [
         (("int5",), {}, ValueError, "there is no scheme 'int5'; accepted: int4, int8"),
-        (("int4",), {"group": 3}, ValueError, r"int4\(group=3\): "),
+        (("int9",), {}, ValueError, r"accepted: int4, [\w, ]*$"),
+        (("int3",), {}, ValueError, r"accepted: int4, .*; int3 is IntxWeightOnly\(bits=3\)$"),
+        (
+            ("int4",),
+            {"group": 3},
+            ValueError,
+            r"int4\(group=3\): .* 'group'; accepted: group_size, ",
+        ),
+        (("nvfp4",), {"group_size": 32}, ValueError, "'group_size'; accepted: no options"),
         (("int4",), {"group_size": 0}, ValueError, r"int4\(group_size=0\): "),
         ((3,), {}, TypeError, "unknown scheme 3; accepted: a name such as 'int4'"),
         ((lb.Int8WeightOnly(),), {"group_size": 3}, TypeError, "group_size: options belong to"),
