@@ -383,3 +383,11 @@ def test_a_folder_in_the_files_place_is_named(tmp_path):
     ):
         lb.save({"a": torch.ones(2)}, tmp_path / "m.safetensors")
     assert [*tmp_path.iterdir()] == [tmp_path / "m.safetensors"]
+
+
+@pytest.mark.parametrize("read", [lb.load, lb.load_metadata])
+@pytest.mark.parametrize("name", ["model", "m.safetensors"])
+def test_loading_a_folder_names_what_reads_it(read, name, tmp_path):
+    (tmp_path / name).mkdir()
+    with pytest.raises(lb.CheckpointError, match=r"is a folder; .*lowbit\.load_pretrained reads"):
+        read(tmp_path / name)

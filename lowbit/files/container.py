@@ -64,6 +64,11 @@ def read(
     Args: those of `lowbit.load`; without `with_tensors` only the description is read. Raises FileNotFoundError for a
     missing file, CheckpointError for a file that cannot be read, and torch's own errors, as where memory is short.
     """
+    if path.is_dir():
+        raise CheckpointError(
+            f"{path} is a folder; accepted: a .safetensors file of lowbit.save. lowbit.load_pretrained reads a folder "
+            "with a model"
+        )
     check_suffix(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")

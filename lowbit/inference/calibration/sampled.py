@@ -18,8 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module
+from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.whole_number import check_whole
 from lowbit.progress import progress
+from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tracing.batches import call, entry, eval_mode, output_tensor
 from lowbit.tracing.block_inputs import without_cache
 
@@ -129,7 +131,16 @@ def _vocabulary(model: nn.Module, device: torch.device) -> int:
         )
     one, other = logits[:, 0].float()
     if not bool(logits.isfinite().all()):
-        raise ValueError(f"{name} gives logits with NaN or infinite values; load its weights first")
+        plain = {n: t for n, t in model.named_parameters() if not isinstance(t, LowbitTensor)}
+        bad = [n for n, t in plain.items() if count_nonfinite(t.detach())]
+        where = (
+            f"of which there are some in {', '.join(bad[:3])}"
+            if bad
+            else "and its weights have none"
+        )
+        raise ValueError(
+            f"{name} gives logits with NaN or infinite values, {where}; load or repair its weights first"
+        )
     same = max(_SAME, 2 * torch.finfo(logits.dtype).eps)
     if float((one - other).abs().max()) > same * float(one.abs().max()):
         raise ValueError(
