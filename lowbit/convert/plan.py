@@ -237,9 +237,13 @@ class Costs:
             smallest = sum(map(min, costs))
             smallest = 8 * smallest / max(self.elements, 1) if name == "bits" else smallest
             given = bits if name == "bits" else budget
-            unit = " bits a weight on average, scales included" if name == "bits" else f" of {name}"
+            unit = {
+                "bits": "bits a weight on average, scales included",
+                "damage": "of damage",
+                "milliseconds": "ms",
+            }[name]
             raise ValueError(
-                f"no plan has {name}={given}: the smallest choices take {smallest:.4g}{unit}; accepted: that or more, "
+                f"no plan has {name}={given}: the smallest choices take {smallest:.4g} {unit}; accepted: that or more, "
                 "or other schemes to choose from"
             )
         return self.of([own[i] for own, i in zip(units, chosen, strict=True)])
@@ -278,6 +282,10 @@ class Costs:
         )
 
 
+_EXAMPLES = {"bits": 4.5, "damage": 0.01, "milliseconds": 2.0}
+"""A usual value of each budget."""
+
+
 def budget_of(**budgets: Any) -> tuple[str, float]:
     """The name and the value of the one budget that is given. Raises TypeError otherwise."""
     given = {name: value for name, value in budgets.items() if value is not None}
@@ -285,9 +293,10 @@ def budget_of(**budgets: Any) -> tuple[str, float]:
         raise TypeError(f"give one budget of {', '.join(budgets)}; got {given or 'none'}")
     ((name, value),) = given.items()
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} must be a number, e.g. 4.5; got {value!r}")
+        raise TypeError(f"{name} must be a number, e.g. {_EXAMPLES[name]}; got {value!r}")
     if not (value > 0 or (value == 0 and name == "damage")):
-        raise ValueError(f"{name} must be a number above 0, e.g. 4.5; got {value!r}")
+        least = "a number of at least 0" if name == "damage" else "a number above 0"
+        raise ValueError(f"{name} must be {least}, e.g. {_EXAMPLES[name]}; got {value!r}")
     return name, float(value)
 
 
