@@ -13,6 +13,8 @@ are the nearest ones. Errors of `INPUTS` neighbouring inputs are seen together.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 
@@ -62,29 +64,35 @@ def settled(spec: Spec, x: Tensor, qparams: QParams, joint: Tensor | None = None
     stored, table = spec.scales, spec.format
     is_stored = stored is not None and stored.is_byte and isinstance(table, LookupTable)
     *rows, group = spec.block_size(tuple(x.shape))
-    if not is_stored or set(rows) > {1} or x.is_meta or not x.numel():
+    if not is_stored or set(rows) != {1} or x.is_meta or not x.numel():
         return qparams
     assert stored is not None and isinstance(table, LookupTable)
-    scale = qparams[0]
     start = spec.choose_scales(spec.pad(x), joint=joint)
-    offered = [stored.decode(p) for p in (start, *stored.neighbours(start))]
-    tried = torch.stack([s.reshape(-1, *s.shape[-2:]) for s in (scale, *offered)])
-    blocks = max(INPUTS // group, 1)
-    found = []
+    matrices, scales = (t.reshape(-1, *t.shape[-2:]) for t in (x, qparams[0]))
+    largest = {name: p.reshape(-1, *p.shape[-2:]) for name, p in start.items()}
+    step = max(INPUTS // group, 1)
+    found = torch.empty_like(scales)
     with torch.autocast(x.device.type, enabled=False):
-        for i, matrix in enumerate(x.reshape(-1, *x.shape[-2:]).float()):
-            columns, scales = matrix.split(blocks * group, -1), tried[:, i].split(blocks, -1)
-            parts = zip(columns, scales, strict=True)
-            found.append(torch.cat([_settled(w, s, group, table) for w, s in parts], -1))
-    return torch.stack(found).reshape(scale.shape), None
+        for i, at in itertools.product(range(len(scales)), range(0, scales.shape[-1], step)):
+            own = slice(at, at + step)
+            parts = {n: p[i] if n in stored.shared else p[i, :, own] for n, p in largest.items()}
+            offered = (stored.decode(p) for p in (parts, *stored.neighbours(parts)))
+            w = matrices[
+                i, :, at * group : (at + step) * group
+            ].float()  # a part at once, to save memory
+            found[i, :, own] = _settled(w, torch.stack([scales[i, :, own], *offered]), group, table)
+    return found.reshape(qparams[0].shape), None
 
 
 def _settled(w: Tensor, tried: Tensor, group: int, table: LookupTable) -> Tensor:
     """One of the scales `tried` [choices, N, blocks] for each block of w [N, K], from the first ones on."""
     hessian = stand_in(w)
+    # Errors are relative to the row's largest value, so that no square overflows or underflows.
+    largest = w.abs().amax(1, keepdim=True)
+    unit = torch.ones_like(largest).ldexp(-largest.frexp().exponent.clamp(-100, 120))
 
     def error(own: slice, scale: Tensor) -> Tensor:
-        return table.nearest(w[:, own] / scale) * scale - w[:, own]
+        return table.nearest(w[:, own] / scale).mul_(scale).sub_(w[:, own]).mul_(unit)
 
     scales = tried[0].clone()
     blocks = [slice(at, min(at + group, w.shape[1])) for at in range(0, w.shape[1], group)]

@@ -142,11 +142,27 @@ def test_a_search_takes_them_and_an_importance_does_not(scheme: lb.Scheme) -> No
     assert torch.equal(weighed.codes, plain.codes) and not torch.equal(made.codes, plain.codes)
 
 
+@over(STORED)
+def test_weights_near_the_ends_of_float32(scheme: lb.Scheme) -> None:
+    spec, w = scheme.weight, trained(N, K)
+    w[5] *= 2.0**-80  # a row whose squares are 0 beside those of others
+    start, joint = start_of(spec, w)
+    found = settled(spec, w, start, joint)
+    if joint is None:  # scales of e4m3 do not reach so far down
+        assert (found[5] != start[5]).any()
+    for power in (2.0**-40, 2.0**-30, 2.0**90, 2.0**120):
+        times = None if joint is None else joint / power
+        moved = settled(spec, w * power, start * power, times)
+        assert torch.equal(moved / power, found)
+
+
 def test_other_scales_stay() -> None:
     w = trained(N, 96)
     for spec in (
         lb.IntxWeightOnly(4, 32).weight,
         lb.Spec(E2M1, lb.PerGroup(16)),
+        lb.Spec(E2M1, lb.PerBlock(4, 16), scale_format="e4m3"),
+        lb.Spec(E2M1, lb.PerTensor(), scale_format="e8m0"),
         lb.Spec(lb.Float8(), lb.PerGroup(32), scale_format="e8m0"),
     ):
         start = spec.search_qparams(w, torch.float32)
