@@ -1,7 +1,7 @@
 """The command line `lowbit`: quantize, export, inspect, eval, generate, estimate, bench, doctor.
 
 `python -m lowbit` is the same. Its own packages, typer and rich, come with the extra `cli`. A warning or an error is
-one line on stderr that says the way out, and the exit code is not 0; `--debug` shows the traceback.
+one line on stderr. After an error, which says the way out, the exit code is not 0; `--debug` shows the traceback.
 """
 
 from __future__ import annotations
