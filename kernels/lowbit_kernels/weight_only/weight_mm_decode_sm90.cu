@@ -25,7 +25,7 @@
 //   WHOLE              whether a part is whole rows without gaps between them
 //   EVEN               whether every warp has CHUNKS chunks of every part
 //   TEAMS              1, or 2 that take turns at tiles
-//   RESIDENT           blocks of a multiprocessor: 1; or 2, the second of the next launch. It then has its codes already
+//   RESIDENT           blocks of a multiprocessor: 1; or 2, the second of the next launch, which sets up meanwhile
 //   PAIRED             BY_COLUMN for one token, and an even number of groups: a lane reads two scales at once
 //   BOXED              each part's scales are copied as a box of the TMA; else those of whole rows
 //   LOOK_UP            E2M1: half of the codes are looked up in a table in shared memory, since arithmetic takes longer

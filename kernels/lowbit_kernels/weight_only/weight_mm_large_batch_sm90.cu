@@ -7,14 +7,14 @@
 // each combination of
 //   DTYPE, OUT         BF16 or FP16: of x; of bias, residual and out
 //   CODES, BITS        INT4 (nibble = code + 8, even k in the low one), INT8, E4M3 (ZERO 0), STREAM: a bit
-//                      stream of integers of 1 to 3 or 5 to 7 BITS, or LOOKUP: a bit stream of codes of 1 to 4 BITS, whose values
-//                      TABLE lists: see weight_lookup_sm90.cuh
+//                      stream of integers of 1 to 3 or 5 to 7 BITS, or LOOKUP: a bit stream of codes of 1 to 4 BITS,
+//                      whose values TABLE lists: see weight_lookup_sm90.cuh
 //   UNSIGNED           1: integers and zero points are unsigned: a nibble or a byte is the code
-//   GROUP              codes along k that share a scale, a multiple of 32; 0: a row has one scale
+//   GROUP              codes along k that share a scale, a multiple of 32, or 16 for LOOKUP with ROUNDED; 0: a row has one scale
 //   SCALE              BF16, FP16 or FP32; for LOOKUP and E4M3 with ROUNDED also E8M0 and E4M3
 //   ZERO               1: there are zero points; 2, 3: they are values in float32 or DTYPE, added to the scaled codes
 //   ROUNDED            1: the scale is multiplied into the weight, which is rounded to DTYPE (SCALE is DTYPE, except
-//                      for LOOKUP); 0: the scale is multiplied into the sums of a group, in float32
+//                      for LOOKUP and E4M3); 0: the scale is multiplied into the sums of a group, in float32
 //   TOKENS             of a tile: a multiple of 16, at most 256
 //   ROWS               of the weight in a tile: 64, 128 or 256; 192 with GROUPS 3; or 224, with GROUPS 4, BESIDE
 //                      2, SPLIT 1 and at most 32 TOKENS

@@ -172,7 +172,7 @@ def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
 
 
 def _rounds_integers(tile: Tile, unpacking: Unpacking) -> bool:
-    """True if this tile may round integers of 4 to 8 bits. Small tiles gain little by it, and lose exactness."""
+    """True if this tile may round integers. Small tiles gain little by it, and lose exactness, unless it is "free"."""
     if unpacking.rounding == "free":
         return True
     return tile.tokens > 64 and (unpacking.group % 128 == 0 or unpacking.codes == "INT4")
