@@ -44,7 +44,7 @@ def test_a_missing_file(tmp_path: Path) -> None:
         with pytest.raises(FileNotFoundError, match=r"nothing.safetensors is not a file"):
             read(tmp_path / "nothing.safetensors")
         (tmp_path / "folder.safetensors").mkdir(exist_ok=True)
-        with pytest.raises(FileNotFoundError, match="is not a file"):
+        with pytest.raises(CheckpointError, match=r"is a folder.*load_pretrained"):
             read(tmp_path / "folder.safetensors")
 
 

@@ -350,11 +350,13 @@ class TrainableTensor(LowbitTensor):
     @classmethod
     def _without_views(cls, func: Any, args: Any, kwargs: Any, error: NotImplementedError) -> Any:
         """Compute with the values. Raises `error` for a view itself, which would not share memory with the weight, and
-        for a write, except to elements that lists or tensors of positions choose."""
+        for a write, except to elements that lists or tensors of positions choose, and for a weight that FSDP2 has
+        gathered."""
         if func is Tensor.__setitem__ and isinstance(args[0], TrainableTensor) and may_set(*args):
             args[0].write_at(args[1], args[2])
             return None
-        if writes(func):
+        given = tree_leaves((args, kwargs))
+        if writes(func) or any(getattr(x, "is_gathered", False) for x in given):
             return super()._without_views(func, args, kwargs, error)
         own, named = tree_map(_read_whole, (args, kwargs))
         result = func(*own, **named)
