@@ -77,9 +77,7 @@ def settled(spec: Spec, x: Tensor, qparams: QParams, joint: Tensor | None = None
             own = slice(at, at + step)
             parts = {n: p[i] if n in stored.shared else p[i, :, own] for n, p in largest.items()}
             offered = (stored.decode(p) for p in (parts, *stored.neighbours(parts)))
-            w = matrices[
-                i, :, at * group : (at + step) * group
-            ].float()  # a part at once, to save memory
+            w = matrices[i, :, at * group : (at + step) * group].float()
             found[i, :, own] = _settled(w, torch.stack([scales[i, :, own], *offered]), group, table)
     return found.reshape(qparams[0].shape), None
 
