@@ -77,9 +77,8 @@ class Moments:
         """What stands for the sums over the inputs of a float32 weight [..., N, K] that no batch reaches. Of `groups`
         of a convolution, N / groups rows each, every one has inputs of its own.
 
-        A trained weight reads the directions that its inputs have, since its gradients are sums of them. So
-        H = WᵀW / mean(diag WᵀW) + I; the identity keeps the error of all other directions small. Its root, which suits
-        scales alone (`lowbit.numerics.unseen_inputs`), is worse for codes that make up for each other."""
+        H = A + I, with A of `lowbit.numerics.unseen_inputs`. The identity keeps the error of all other directions
+        small. The root of A, which suits scales alone, is worse for codes that make up for each other."""
         made = cls(weight.shape, weight.device, True, False)
         matrices = (
             weight.unflatten(0, (groups, len(weight) // groups)) if weight.ndim == 2 else weight
