@@ -26,6 +26,8 @@ QParams = tuple[Tensor, Tensor | None]
 
 INPUTS = 2048
 """Inputs of which H is made at once: it takes some matrices of this size in float32."""
+ROWS = {"cpu": 2**10, "cuda": 2**15}
+"""Rows that choose at once, by the type of device: all candidates of their scales are in memory. Others as "cuda"."""
 SWEEPS = 2
 """How often each block chooses."""
 
@@ -70,21 +72,23 @@ def settled(spec: Spec, x: Tensor, qparams: QParams, joint: Tensor | None = None
     start = spec.choose_scales(spec.pad(x), joint=joint)
     matrices, scales = (t.reshape(-1, *t.shape[-2:]) for t in (x, qparams[0]))
     largest = {name: p.reshape(-1, *p.shape[-2:]) for name, p in start.items()}
-    step = max(INPUTS // group, 1)
+    step, rows_at_once = max(INPUTS // group, 1), ROWS.get(x.device.type, ROWS["cuda"])
     found = torch.empty_like(scales)
     with torch.autocast(x.device.type, enabled=False):
         for i, at in itertools.product(range(len(scales)), range(0, scales.shape[-1], step)):
-            own = slice(at, at + step)
-            parts = {n: p[i] if n in stored.shared else p[i, :, own] for n, p in largest.items()}
-            offered = (stored.decode(p) for p in (parts, *stored.neighbours(parts)))
             w = matrices[i, :, at * group : (at + step) * group].float()
-            found[i, :, own] = _settled(w, torch.stack([scales[i, :, own], *offered]), group, table)
+            hessian = stand_in(w)
+            for row in range(0, len(w), rows_at_once):
+                own = slice(row, row + rows_at_once), slice(at, at + step)
+                parts = {n: p[i] if n in stored.shared else p[i][own] for n, p in largest.items()}
+                offered = (stored.decode(p) for p in (parts, *stored.neighbours(parts)))
+                tried = torch.stack([scales[i][own], *offered])
+                found[i][own] = _settled(w[own[0]], tried, hessian, group, table)
     return found.reshape(qparams[0].shape), None
 
 
-def _settled(w: Tensor, tried: Tensor, group: int, table: LookupTable) -> Tensor:
+def _settled(w: Tensor, tried: Tensor, hessian: Tensor, group: int, table: LookupTable) -> Tensor:
     """One of the scales `tried` [choices, N, blocks] for each block of w [N, K], from the first ones on."""
-    hessian = stand_in(w)
     # Errors are relative to the row's largest value, so that no square overflows or underflows.
     largest = w.abs().amax(1, keepdim=True)
     unit = torch.ones_like(largest).ldexp(-largest.frexp().exponent.clamp(-100, 120))

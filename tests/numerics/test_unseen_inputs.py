@@ -118,6 +118,8 @@ def test_experts_parts_and_odd_weights(monkeypatch: pytest.MonkeyPatch) -> None:
         scale = start[0, :, blocks]
         # the part starts from its own largest values, which joint ties to those of the whole
         assert torch.equal(parts[:, blocks], settled(spec, w[0, :, own], scale, joint[0]))
+    monkeypatch.setitem(unseen_inputs.ROWS, "cpu", 10)
+    assert torch.equal(settled(spec, w, start, joint), whole)
     odd = w[0].clone()
     odd[0, 0] = float("nan")
     kept = settled(spec, odd, start[0], joint[0])
