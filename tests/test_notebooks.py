@@ -41,7 +41,7 @@ def test_the_site_is_built_and_its_notebooks_run(tmp_path: Path) -> None:
         code = sum(cell.cell_type == "code" for cell in cells)
         assert "<h1" in page and "\x1b" not in page
         assert page.count('<div class="highlight">') > code  # outputs as text besides
-        assert ("data:image/png;base64," in page) == (path.stem != "qat")
+        assert ("data:image/png;base64," in page) == (path.stem == "train")
 
 
 @each_notebook
