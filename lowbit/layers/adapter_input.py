@@ -33,20 +33,16 @@ class UncastInput(StandIn):
 def _is_cast_back(layer: Any, x: Any) -> bool:
     """True if the adapters do nothing with their input but products that autocast casts to its dtype. Dropout would
     draw another mask, since the draw depends on the dtype."""
-    if (
-        torch.compiler.is_compiling()
-        or type(x) is not Tensor
-        or getattr(layer, "lora_variant", True)
-    ):
+    if torch.compiler.is_compiling() or type(x) is not Tensor:
+        return False
+    if getattr(layer, "lora_variant", True) or len(layer.active_adapters) != 1:
         return False
     kind = x.device.type
     if not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) is not x.dtype:
         return False
-    drops = any(getattr(one, "p", 0.0) > 0 for one in layer.lora_dropout.values())
-    is_one = len(layer.active_adapters) == 1
-    return (
-        is_one and not (drops and layer.training) and all(map(_is_unwatched, layer.lora_A.values()))
-    )
+    if layer.training and any(getattr(one, "p", 0.0) > 0 for one in layer.lora_dropout.values()):
+        return False
+    return all(map(_is_unwatched, layer.lora_A.values()))
 
 
 def _is_unwatched(factor: Any) -> bool:

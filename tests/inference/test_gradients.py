@@ -50,7 +50,8 @@ def test_gradients_are_those_of_the_dequantized_weight(scheme, dtype, shape) -> 
 @over(SCHEMES)
 @DTYPES
 def test_values_as_a_whole_are_rounded_once(scheme, dtype, monkeypatch) -> None:
-    """Of a base in float32 too, as PEFT's preparation leaves it; and where a gradient is added to another one."""
+    """So are those of a float32 base, which PEFT's preparation makes. The gradient of the input may be added to another
+    tensor."""
     weight = pair(scheme)[0].weight
     values = row.decoded(weight, dtype)
     reads = weight.stored_as in row.READ_BY_OPS
