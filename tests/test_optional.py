@@ -150,7 +150,7 @@ def _load_llama(folder: Path) -> None:
 
 
 def _draw(folder: Path) -> None:
-    lowbit.qat.SensitivityReport("kl", 0.0, (), ()).draw(folder / "s.png")
+    lowbit.inference.evaluation.report.EvaluationReport(None, ()).draw(folder / "s.png")
 
 
 def _callback(folder: Path) -> None:

@@ -76,7 +76,7 @@ PROGRAMS = {
                 time.sleep(0.02)
                 return super().forward(x)
         model = nn.Sequential(*[Slow(64, 64) for _ in range(3)])
-        lowbit.qat.report(model, [torch.randn(2, 64)], lowbit.Int4WeightOnly(32))
+        lowbit.autoquant(model, [torch.randn(2, 64)], [lowbit.Int4WeightOnly(32)], bits=32)
     """,
     "training": """
         model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64)) for _ in range(3)])
@@ -153,10 +153,10 @@ def run(
     return done.stdout.encode(), each, piped.read_bytes()
 
 
-WITH_FUNCTIONS = textwrap.dedent(PROGRAMS["measuring"]) + textwrap.dedent(PROGRAMS["training"])
-for _last in ("[torch.randn(2, 64)], lowbit.Int4WeightOnly(32)", "epochs=1"):
-    assert WITH_FUNCTIONS.count(_last) == 1
-    WITH_FUNCTIONS = WITH_FUNCTIONS.replace(_last, f"{_last}, progress=lambda done: None")
+assert PROGRAMS["training"].count("epochs=1") == 1
+WITH_FUNCTIONS = textwrap.dedent(
+    PROGRAMS["training"].replace("epochs=1", "epochs=1, progress=lambda done: None")
+)
 # shorter than the delay of other bars
 COMPILED_SHORTLY = """
     from lowbit_kernels.runtime.compiling import compiling

@@ -9,8 +9,6 @@ from lowbit.qat.schedule import Schedule
 from lowbit.qat.switch import disable_, enable_, high_precision
 from lowbit.qat.tools.blocks import BlockProgress, BlockResult, BlocksReport, train_blocks
 from lowbit.qat.tools.distillation import Distillation
-from lowbit.qat.tools.measure import report
-from lowbit.qat.tools.sensitivity import Sensitivity, SensitivityReport
 from lowbit.qat.undo import undo_
 
 __all__ = [
@@ -20,8 +18,6 @@ __all__ = [
     "Distillation",
     "Report",
     "Schedule",
-    "Sensitivity",
-    "SensitivityReport",
     "convert_",
     "disable_",
     "distillation_loss",
@@ -30,7 +26,6 @@ __all__ = [
     "high_precision",
     "parameter_groups",
     "prepare_",
-    "report",
     "search_scales_",
     "train_blocks",
     "undo_",

@@ -16,7 +16,7 @@ from lowbit.layers.exchange import Held
 from lowbit.layers.stand_in import without
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import SCALE, ZERO, is_learned, scales_of
+from lowbit.tensor.trained.learned_scales import is_learned, scales_of
 
 
 def prepared_targets(
@@ -68,13 +68,6 @@ def in_high_precision(targets: Iterable[Target]) -> list[Held]:
             kind = without(type(owner.module)) if held is None else held.kind
             made[id(owner.module)] = Held(owner.module, kind, {**own, owner.attribute: plain})
     return list(made.values())
-
-
-def without_scales(held: Held) -> Held:
-    """`held` of a plain weight, without the parameters of its learned scales."""
-    names = [name + end for name in held.parameters for end in (SCALE, ZERO)]
-    scales = {name: None for name in names if name in held.module._parameters}
-    return Held(held.module, held.kind, {**held.parameters, **scales})
 
 
 def learned_scales(target: Target) -> tuple[Tensor, Tensor | None] | None:

@@ -88,7 +88,11 @@ def search_scales_(
 
     Args:
         model: prepared with `scales="learned"`. If it is sharded, every rank calls this, without batches.
-        batches, loss: as for `lowbit.qat.report`. The measure is the mean over batches.
+        batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
+            its device.
+        loss: a function of the model and a batch that gives a scalar; "kl" or "error"; None: the output's `loss` where
+            it has one, else "kl" of its `logits`, else "error" (`lowbit.tracing.damage.Measure`). The measure is the
+            mean over batches.
 
     Returns:
         True if the model has the searched scales now.

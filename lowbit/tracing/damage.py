@@ -2,15 +2,15 @@
 
     lost = damages(model, batches, [changed, …])       # each a function that gives a context in which it is changed
 
-`lowbit.qat.report` and `lowbit.autoquant` measure a model with one weight rounded by it, and `exchanged` of
-`lowbit.layers.exchange` is such a context.
+`lowbit.autoquant` measures a model with one weight rounded by it, and `exchanged` of `lowbit.layers.exchange` is such a
+context.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -59,7 +59,6 @@ def damages(
     contexts: Sequence[Changed],
     measure: Measure = None,
     *,
-    high: Changed | None = None,
     passed: Callable[[], object] | None = None,
 ) -> Damages:
     """Measure `model` in each context, on the same batches.
@@ -67,10 +66,9 @@ def damages(
     The model runs eagerly, in eval mode and without gradients. Buffers and random states are afterwards as they were.
 
     Args:
-        model: the model; `batches` are as `lowbit.qat.report` takes them.
+        model: the model; `batches` are as `lowbit.autoquant` takes them, on its device.
         contexts: each gives a context in which the model is changed.
         measure: see `Measure`.
-        high: gives the context in which the model is what the others are compared with; None: as it is.
         passed: called after each pass in one of `contexts`.
 
     Raises:
@@ -82,7 +80,7 @@ def damages(
     meter = Meter(model, measure)
     totals, baseline, count = [0.0] * len(contexts), 0.0, 0
     eager = torch.compiler.set_stance("force_eager")
-    with eval_mode(model), eager, torch.no_grad(), nullcontext() if high is None else high():
+    with eval_mode(model), eager, torch.no_grad():
         for batch in batches:
             measured = meter.reference(batch)
             if not math.isfinite(measured):

@@ -264,6 +264,28 @@ def test_what_cannot_be_planned_is_refused(
         lb.autoquant(llama(), filter_fn=every, **options)
 
 
+def test_names_with_signs_of_patterns() -> None:
+    model = nn.Sequential()
+    model.add_module("a[0]", nn.Linear(32, 32))
+    model.add_module("a0", nn.Linear(32, 32))
+    plan = lb.autoquant(model, [torch.randn(2, 32)], [INT8, INT3], bits=7)
+    assert len(plan) == 2 and set(plan.values()) == {INT8, INT3}
+    assert len(lb.qat.prepare_(model, plan).converted) == 2
+
+
+def test_batches_of_a_stream() -> None:
+    """A loader of an IterableDataset has no length, and says so when it is asked."""
+    seen = [torch.randn(2, 32) for _ in range(2)]
+
+    class Stream(torch.utils.data.IterableDataset):
+        def __iter__(self) -> Any:
+            return iter(seen)
+
+    streamed = torch.utils.data.DataLoader(Stream(), batch_size=None)
+    found = [lb.autoquant(nn.Linear(32, 32), x, [INT3], bits=32).bits for x in (streamed, seen)]
+    assert found[0] == found[1]
+
+
 # ---- the file -------------------------------------------------------------------------------------------------
 
 

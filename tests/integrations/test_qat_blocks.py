@@ -1,4 +1,4 @@
-"""qat.report and qat.train_blocks on models of transformers, unchanged."""
+"""qat.train_blocks on models of transformers, unchanged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import lowbit as lb
 from lowbit import qat
@@ -95,23 +95,3 @@ def test_llama_trained_block_by_block_is_better_than_rounded(scales) -> None:
     found = logits(model)
     lost = (logits(rounded) - expected).square().sum()
     assert (found - expected).square().sum() < 0.6 * lost
-
-
-def test_the_report_takes_labels_experts_and_logits() -> None:
-    model = mixtral()
-    before = {name: t.clone() for name, t in model.state_dict().items()}
-
-    def chosen(module: nn.Module, name: str) -> bool:
-        return isinstance(module, nn.Linear) or type(module).__name__.endswith("Experts")
-
-    labelled = [{"input_ids": TOKENS, "labels": TOKENS}]
-    found = qat.report(model, labelled, [lb.Int4WeightOnly(32), INT2], chosen)
-    with torch.no_grad():
-        assert found.measure == "loss" and found.baseline == model(**labelled[0]).loss.item()
-    experts = [row for row in found.rows if ".experts." in row.weight]
-    assert len(experts) == 4 and all(row.reached for row in found.rows)
-    assert all(torch.equal(t, before[name]) for name, t in model.state_dict().items())
-    assert qat.report(model, [padded()], INT2).measure == "kl"
-    plan = found.plan(4.0)
-    report = lb.quantize_(model, plan, chosen)
-    assert len(report.converted) == len({row.weight for row in found.rows})

@@ -106,7 +106,7 @@ def test_compiled(name, implementation, scales) -> None:
     assert all(p.grad is not None for n, p in block.named_parameters() if n.startswith("experts"))
 
 
-def test_a_plan_for_experts_and_a_report() -> None:
+def test_a_plan_for_experts() -> None:
     model = stock(mixtral, "grouped_mm")
     plan = {"*.gate_up_proj": SCHEMES["int2"], "*.down_proj": lb.Int8WeightOnly(), "lm_head": None}
     plan |= {"*": lb.Int4WeightOnly(16)}
@@ -115,10 +115,6 @@ def test_a_plan_for_experts_and_a_report() -> None:
         return isinstance(module, nn.Linear) or is_experts(module, name)
 
     qat.prepare_(model, plan, chosen, scales="learned")
-    report = qat.report(model, [{"input_ids": TOKENS, "labels": TOKENS}])
-    rows = {row.weight.rpartition(".")[2]: row for row in report.rows if ".experts." in row.weight}
-    assert rows["gate_up_proj"].format == "int2-g16-half_integer" and rows["gate_up_proj"].reached
-    assert rows["down_proj"].weight_snr > rows["gate_up_proj"].weight_snr + 15
     state = copy.deepcopy(model.state_dict())
     other = stock(mixtral, "grouped_mm")
     qat.prepare_(other, plan, chosen, scales="learned")

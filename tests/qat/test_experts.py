@@ -387,15 +387,9 @@ def test_plans_by_pattern() -> None:
     assert shown_class(model.experts) is Experts
 
 
-def test_report_and_trace() -> None:
+def test_trace() -> None:
     model = prepared(Model(), {"first": None, "*": BOTH}).eval()
     x = values(ROWS, HIDDEN)
-    y = model(x, EVEN)
-    report = qat.report(model, [(x, EVEN)])
-    rows = {row.weight: row for row in report.rows}
-    assert list(rows) == ["experts.up", "experts.down"]
-    assert all(row.reached and row.loss > 0 and row.activation_snr for row in rows.values())
-    assert torch.equal(model(x, EVEN), y)
     for path in PATHS.values():
         model.experts.path = path
         products = {p.layer: p for p in lb.trace(model, x, EVEN).products}

@@ -206,7 +206,7 @@ def _logits(model: nn.Module, batch: Any) -> Tensor:
     if not isinstance(found, Tensor) or found.ndim != 3:
         raise TypeError(
             f"the model's output is a {type(output).__name__} without logits [B, T, vocabulary]; evaluate measures "
-            "language models, and lowbit.qat.report takes a loss of any model"
+            "language models, and lowbit.autoquant takes a loss of any model"
         )
     return found
 

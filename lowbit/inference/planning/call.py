@@ -81,7 +81,7 @@ def autoquant(
             (`lowbit.inference.planning.clock`).
         held_out: batches that measure the whole plan; None: `batches`.
         scales: that of `lowbit.quantize_`, with which the damage is measured.
-        loss: the measure of damage, as `lowbit.qat.report` takes it: "kl", in nats a row of logits, "error", or a
+        loss: the measure of damage, "kl", in nats a row of logits, "error", or a
             function. None: that of the output.
         estimate: True estimates the damage of units by gradients, in one forward and backward pass a batch for all of
             them together, for large models (`lowbit.inference.planning.fisher`).

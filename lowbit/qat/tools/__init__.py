@@ -1,1 +1,1 @@
-"""Tools around QAT: training block by block, distillation, sensitivities and plans."""
+"""Tools around QAT: training block by block, and distillation."""
