@@ -55,13 +55,12 @@ def check_pattern(pattern: Any) -> None:
 
 
 def check_runs(patterns: Iterable[str], where: str) -> None:
-    """Raise ValueError for an expression of a file, called `where`, that only Python's `re` runs: its match may never
-    end."""
+    """Raise ValueError for an expression of a file, called `where`, whose match may never end."""
     refused = [p for p in patterns if p.startswith("re:") and is_refused(p[3:])]
     if refused:
         raise ValueError(
-            f"{refused[0]!r:.80} of {where} is an expression that lowbit does not run; accepted: without back "
-            "references and lookbehind"
+            f"{refused[0]!r:.80} of {where} is an expression that lowbit does not run; accepted: fewer "
+            "repetitions, and none inside of another"
         )
 
 
@@ -102,7 +101,7 @@ def matches(pattern: str, name: str) -> bool:
     """Return whether a pattern matches a name: a regular expression behind "re:", else as `fnmatch` does."""
     if pattern.startswith("re:"):
         expression = pattern[3:]
-        if is_refused(expression):  # a user's own back reference, for example
+        if is_refused(expression):  # a user's own
             return re.fullmatch(expression, name) is not None
         return matches_expression(expression, name, whole=True)
     return fnmatchcase(name, pattern)

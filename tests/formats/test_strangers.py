@@ -65,10 +65,13 @@ STRANGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "a long shard name": (index("a" * 5000 + ".safetensors"), "lacks the shard aaaa"),
     "a shard name with a zero": (index("a\0.safetensors"), "lacks the shard"),
     "an expression that is wrong": (targets("re:(a"), "is not a regular expression"),
-    "a back reference": (targets(r"re:(a)\1"), "may take for ever; accepted: letters"),
-    "a large expression": (targets("re:(a{900}){900}"), "more than 5000 steps"),
+    "nested repetitions": (targets("re:((l+)+)+b"), "may take too long for"),
+    "a large expression": (targets("re:(a{900}b?){900}"), "may take too long for"),
     "a long expression": (targets("re:" + "a" * 10**6), "1000000 letters; accepted: 2000"),
-    "looking ahead for ever": (targets("re:" + "(?=.*" * 50 + "x" + ")" * 50), "takes too long"),
+    "looking ahead for ever": (
+        targets("re:" + "(?=.*" * 50 + "x" + ")" * 50),
+        "may take too long for",
+    ),
 }
 
 
@@ -126,7 +129,7 @@ class Long(type(build())):  # type: ignore[misc]
 
 
 @pytest.mark.parametrize("format", ["compressed-tensors", "gptq"])
-def test_expressions_do_not_backtrack(format: str, tmp_path: Path) -> None:
+def test_expressions_that_may_take_for_ever(format: str, tmp_path: Path) -> None:
     model = Long()
     lowbit.quantize_(model, {"a*": Int4WeightOnly(64)})
     lowbit.export(model, tmp_path / "out", format, lossy=True)
@@ -134,14 +137,13 @@ def test_expressions_do_not_backtrack(format: str, tmp_path: Path) -> None:
     def change(config: dict[str, Any]) -> None:
         own = config["quantization_config"]
         if format == "gptq":
-            own["dynamic"] = {f"+:{SLOW}x": {"bits": 8}, r"+:(b|a+)+$": {"bits": 4}}
+            own["dynamic"] = {f"+:{SLOW}x": {"bits": 8}}
         else:
-            own["config_groups"]["group_0"]["targets"] = [f"re:{SLOW}x", r"re:(b|a+)+$"]
+            own["config_groups"]["group_0"]["targets"] = [f"re:{SLOW}x"]
 
     change_config(tmp_path / "out", change)
-    start = time.process_time()
-    lowbit.load_pretrained(tmp_path / "out", Long())
-    assert time.process_time() - start < 5
+    with pytest.raises(FormatError, match="may take too long for"):
+        lowbit.load_pretrained(tmp_path / "out", Long())
 
 
 LISTS: dict[str, dict[str, Any]] = {
@@ -153,13 +155,12 @@ LISTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("format", LISTS)
-def test_lists_of_plain_modules_do_not_backtrack(format: str, tmp_path: Path) -> None:
+def test_lists_of_plain_modules_that_may_take_for_ever(format: str, tmp_path: Path) -> None:
     model = Long()
     settings = {"quant_method": format, **LISTS[format]}
     plain_folder(tmp_path / "model", model, quantization_config=settings)
-    start = time.process_time()
-    lowbit.load_pretrained(tmp_path / "model", Long())
-    assert time.process_time() - start < 5
+    with pytest.raises(FormatError, match="may take too long for"):
+        lowbit.load_pretrained(tmp_path / "model", Long())
 
 
 def test_commands_say_it_in_one_line(

@@ -49,7 +49,7 @@ def test_it_is_refused_at_once(
     assert time.process_time() - start < 10
 
 
-@pytest.mark.parametrize("pattern", [r"re:(a)\1", "re:" + "a" * 3000])
+@pytest.mark.parametrize("pattern", ["re:(a+)+", "re:" + "a" * 3000])
 def test_expressions_of_a_config(pattern: str) -> None:
     from lowbit.hf import LowbitConfig
 
