@@ -6,8 +6,8 @@ a bucket. A full bucket is one step of the optimizer over these parameters, with
 one from their own gradients, so the result equals that of `optimizer.step()` after backward to the bit.
 
 A reentrant checkpoint runs a backward inside of the backward. "Complete" then means complete in the inner one: a block
-that is used again, in another checkpoint or outside, adds to the gradient later. Gradients of inner backwards therefore
-wait for the end of the outermost one, and a second arrival is refused.
+that is used again, in another checkpoint or outside, adds to the gradient later. So gradients of inner backwards are
+refused.
 
 Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Limited Resources" (LOMO), arXiv
 2306.09782, which fuses the update into backward.
@@ -16,8 +16,6 @@ Source: Lv et al., "Full Parameter Fine-tuning for Large Language Models with Li
 from __future__ import annotations
 
 import sys
-import warnings
-from collections.abc import Callable
 from itertools import chain
 from types import FrameType
 from typing import Any
@@ -60,9 +58,8 @@ def step_in_backward(
     Under FSDP2 a parameter is stepped once its gradient is reduced. Parameters that are frozen now, or added later, are
     stepped by `optimizer.step()`, whose hooks run at its call only.
 
-    Checkpoints should have `use_reentrant=False`. A reentrant one runs a backward of its own, whose gradients may be
-    parts: they stay in memory until the end of the whole backward, which a warning says once. A parameter whose
-    gradient comes in several parts, since its block is used twice, is refused with a RuntimeError in backward.
+    Checkpoints must have `use_reentrant=False`. A reentrant one runs a backward of its own, whose gradients may be
+    parts: they are refused with a RuntimeError in backward.
 
     Args:
         optimizer: any of `lowbit.optim` except `CPUOffloadOptimizer`, which has `offload_gradients=True`.
@@ -124,30 +121,20 @@ def _check_param(optimizer: LowbitOptimizer, param: Tensor) -> None:
         )
 
 
-_Arrived = tuple[Tensor, Any]
-"""A gradient, and the stream that made it; None on a CPU."""
-
-
 class StepInBackward:
     """The handle of `step_in_backward`."""
 
     def __init__(self, optimizer: LowbitOptimizer, bucket_mib: float) -> None:
         self._optimizer = optimizer
         self._limit = bucket_mib * 2**20
-        # Parameters, with their gradients and the streams that made these.
-        self._bucket: dict[Tensor, _Arrived] = {}
+        # Parameters, with the streams that made their gradients; None on a CPU.
+        self._bucket: dict[Tensor, Any] = {}
         self._nbytes = 0
-        # The same of inner backwards, which wait for the end of the outermost one.
-        self._held: dict[Tensor, _Arrived] = {}
-        # torch's number of the backward whose end steps the last bucket, and whether it runs inside of another.
+        # torch's number of the backward whose end steps the last bucket.
         self._backward = -1
-        self._is_inner = False
-        # The parameters that the outermost backward has stepped so far; those stepped since the last
-        # `optimizer.step()`, and one that more than one backward has stepped.
-        self._stepped: set[Tensor] = set()
+        # The parameters stepped since the last `optimizer.step()`, and one that more than one backward has stepped.
         self._since_step: set[Tensor] = set()
         self._repeated: Tensor | None = None
-        self._has_warned = False
         # Compiled steps, by the parameters of a bucket; the one used last comes last.
         self._steps: dict[tuple[int, ...], Any] = {}
         params = chain.from_iterable(group["params"] for group in optimizer.param_groups)
@@ -191,65 +178,26 @@ class StepInBackward:
             )
         running = torch._C._current_graph_task_id()
         if self._backward != running:  # not a flag, which a backward that fails would leave set
+            self._check_is_outermost(param)
             self._backward = running
-            self._is_inner = _runs_inside_another()
-            _at_the_end_of_this_backward(self._end)
-        self._check_is_whole(param)
+            torch.autograd.Variable._execution_engine.queue_callback(self._step)
         stream = torch.cuda.current_stream(param.device) if param.is_cuda else None
-        if self._is_inner:
-            self._hold(param, stream)
-            return
-        self._bucket[param] = param.grad, stream
+        self._bucket[param] = stream
         own = local(param.grad)
         self._nbytes += own.numel() * own.element_size()  # nbytes raises for a sparse one
         if self._nbytes >= self._limit:
-            self._stepped |= self._bucket.keys()
             self._step()
 
-    def _check_is_whole(self, param: Tensor) -> None:
-        """Raise RuntimeError if a part of this gradient came before, in this backward or in one inside of it."""
-        waiting = self._held.get(param)
-        if waiting is None and self._is_inner:
-            waiting = self._bucket.get(param)
-        # torch adds to a gradient in place. Another one has replaced that of a backward that failed.
-        is_second = waiting is not None and waiting[0] is param.grad
-        is_late = self._is_inner and param in self._stepped
-        if not (is_second or is_late):
-            return
-        self._forget()
-        changed = (
-            "it has been stepped with the first part already, so load the last checkpoint"
-            if is_late
-            else "it has not been stepped"
-        )
-        raise RuntimeError(
-            f"step_in_backward got the gradient of {self._label(param)} in parts, from several backwards that one "
-            f"backward ran: a block that is used more than once lies in a reentrant checkpoint ({changed}). Use "
-            "checkpoint(..., use_reentrant=False), or call remove() of the handle and step after backward"
-        )
-
-    def _hold(self, param: Tensor, stream: Any) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warnings.warn(
-                f"the gradient of {self._label(param)} and others come from a backward inside of the backward, as a "
-                "reentrant checkpoint runs it, and may be parts: step_in_backward keeps them until the end of the "
-                "whole backward. checkpoint(..., use_reentrant=False) lets it free them at once",
-                stacklevel=2,
+    def _check_is_outermost(self, param: Tensor) -> None:
+        """Raise RuntimeError if the running backward is inside of another: it may give a part of this gradient."""
+        if _runs_inside_another():
+            self._forget()
+            raise RuntimeError(
+                f"step_in_backward got the gradient of {self._label(param)} from a backward inside of the backward, as "
+                "a reentrant checkpoint runs it, and it may be a part of the whole one: use checkpoint(..., "
+                "use_reentrant=False), or call remove() of the handle and step after backward. Parameters after this "
+                "one in the model may have been stepped already"
             )
-        assert param.grad is not None
-        self._held[param] = param.grad, stream
-
-    def _end(self) -> None:
-        """A backward ends. Steps what is left if it is the outermost one."""
-        outer = torch._C._current_autograd_node()  # the node that ran this backward
-        if outer is not None:
-            _at_the_end_of_the_backward_of(outer, self._end)
-            return
-        self._bucket.update(self._held)
-        self._held.clear()
-        self._stepped.clear()
-        self._step()
 
     def begin_anew(self) -> None:
         """`optimizer.zero_grad()` was called: no gradient accumulates over it, and a failed backward leaves nothing."""
@@ -260,8 +208,6 @@ class StepInBackward:
     def _forget(self) -> None:
         """Forget the gradients that wait; they stay in `param.grad`."""
         self._bucket.clear()
-        self._held.clear()
-        self._stepped.clear()
         self._nbytes = 0
 
     def _label(self, param: Tensor) -> str:
@@ -275,7 +221,7 @@ class StepInBackward:
         bucket, self._bucket, self._nbytes = self._bucket, {}, 0
         # Every bucket reads the gradients of all weights, each of them through `__torch_function__` otherwise.
         with torch._C.DisableTorchFunctionSubclass():
-            ready = {p: stream for p, (_, stream) in bucket.items() if p.grad is not None}
+            ready = {p: stream for p, stream in bucket.items() if p.grad is not None}
         if not ready:
             return
         again = self._since_step & ready.keys()
@@ -333,18 +279,3 @@ def _runs_inside_another() -> bool:
         if frame is not None and frame.f_code in (_RUN, _FUNCTION):
             return True
     return False
-
-
-def _at_the_end_of_this_backward(call: Callable[[], None]) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(call)
-
-
-def _at_the_end_of_the_backward_of(node: Any, call: Callable[[], None]) -> None:
-    """`node`, which is running, has run a backward of its own: `call` at the end of the backward that runs `node`."""
-    following = next(f for f, _ in node.next_functions if f is not None)
-
-    def begins(*grads: Any) -> None:
-        handle.remove()
-        _at_the_end_of_this_backward(call)
-
-    handle = following.register_prehook(begins)

@@ -190,7 +190,7 @@ def test_a_parameter_without_a_hook_is_stepped_once():
 class Recurrent(nn.Module):
     """A block that runs `uses` times in checkpoints, and `after` times outside of them, before an own last layer."""
 
-    def __init__(self, uses, reentrant, after=0):
+    def __init__(self, uses, after=0, reentrant=False):
         super().__init__()
         torch.manual_seed(0)
         self.block, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
@@ -204,50 +204,17 @@ class Recurrent(nn.Module):
         return self.last(x).square().mean()
 
 
-def recurrent_pair(name, bucket_mib=64.0, **kwargs):
-    models = [Recurrent(**kwargs), Recurrent(**kwargs)]
-    optimizers = [OPTIMIZERS[name](model.named_parameters()) for model in models]
-    optim.step_in_backward(optimizers[1], bucket_mib=bucket_mib)
-    return models, optimizers
-
-
 def input_with_gradient(step=0):
     return values((4, 64), 5 + step).requires_grad_()
 
 
-IN_PARTS = r"gradient of block\.\w+ of shape .* in parts.*has not been stepped.*use_reentrant=False"
-
-
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("bucket_mib", [1e-6, 64.0])
+@pytest.mark.parametrize("uses, after", [(2, 0), (2, 1)])
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_gradient_in_parts_is_refused_before_the_weight_changes(name, bucket_mib):
-    models, optimizers = recurrent_pair(name, bucket_mib, uses=2, reentrant=True)
-    before = [p.detach().clone() for p in models[1].block.parameters()]
-    with (
-        pytest.warns(UserWarning, match="use_reentrant=False"),
-        pytest.raises(RuntimeError, match=IN_PARTS),
-    ):
-        models[1](input_with_gradient()).backward()
-    assert all(map(torch.equal, models[1].block.parameters(), before))
-    optimizers[1].zero_grad()
-    models[1].reentrant = False
-    models[1].last.load_state_dict(models[0].last.state_dict())
-    optimizers[1].state.clear()
-    for model, optimizer in zip(models, optimizers, strict=True):
-        for step in range(2):
-            optimizer.zero_grad()
-            model(input_with_gradient(step)).backward()
-            optimizer.step()
-    check_same(*models)
-
-
-@pytest.mark.cover("values")
-@pytest.mark.parametrize("uses, reentrant, after", [(1, True, 0), (2, False, 0), (2, False, 1)])
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.filterwarnings("ignore:the gradient of .* and others come from a backward inside")
-def test_checkpoints_that_give_whole_gradients(name, uses, reentrant, after):
-    models, optimizers = recurrent_pair(name, 0.01, uses=uses, reentrant=reentrant, after=after)
+def test_checkpoints_that_give_whole_gradients(name, uses, after):
+    models = [Recurrent(uses, after) for _ in range(2)]
+    optimizers = [OPTIMIZERS[name](model.named_parameters()) for model in models]
+    optim.step_in_backward(optimizers[1], bucket_mib=0.01)
     for model, optimizer in zip(models, optimizers, strict=True):
         for step in range(3):
             model(input_with_gradient(step)).backward()
@@ -258,34 +225,29 @@ def test_checkpoints_that_give_whole_gradients(name, uses, reentrant, after):
     assert all(p.grad is None for p in models[1].parameters())
 
 
-@pytest.mark.filterwarnings("ignore:the gradient of .* and others come from a backward inside")
-def test_a_block_inside_and_outside_of_a_reentrant_checkpoint():
-    models, _ = recurrent_pair("AdamW8bit", uses=1, reentrant=True, after=1)
-    before = copy.deepcopy(models[1].state_dict())
-    with pytest.raises(RuntimeError, match=IN_PARTS):
-        models[1](input_with_gradient()).backward()
-    assert all(torch.equal(p, before[name]) for name, p in models[1].named_parameters())
-    models, _ = recurrent_pair("AdamW8bit", 1e-6, uses=1, reentrant=True, after=1)
-    with pytest.raises(
-        RuntimeError, match=r"stepped with the first part already.*use_reentrant=Fa"
-    ):
-        models[1](input_with_gradient()).backward()
-
-
-@pytest.mark.filterwarnings("ignore:the gradient of .* and others come from a backward inside")
-def test_checkpoints_in_checkpoints():
-    models = [Recurrent(1, True), Recurrent(1, True)]
-    optimizers = [optim.AdamW8bit(model.parameters(), lr=1e-2) for model in models]
+@pytest.mark.parametrize("outer", [False, True], ids=["alone", "in a checkpoint"])
+def test_reentrant_checkpoints_are_refused_before_their_weights_change(outer):
+    """The next backward without one starts anew."""
+    models = [Recurrent(1, after=1, reentrant=again) for again in (False, True)]
+    optimizers = [optim.AdamW8bit(model.named_parameters(), lr=1e-2) for model in models]
     optim.step_in_backward(optimizers[1])
+    before = copy.deepcopy(models[1].state_dict())
+    x = input_with_gradient()
+    y = checkpoint(models[1], x, use_reentrant=True) if outer else models[1](x)
+    with pytest.raises(RuntimeError, match=r"gradient of \w+\.\w+ of shape .*use_reentrant=False"):
+        y.backward()
+    assert all(torch.equal(p, before[name]) for name, p in models[1].named_parameters())
+    models[1].reentrant = False
+    optimizers[1].zero_grad()
     for model, optimizer in zip(models, optimizers, strict=True):
-        checkpoint(model, input_with_gradient(), use_reentrant=True).backward()
+        model(input_with_gradient()).backward()
         optimizer.step()
     check_same(*models)
 
 
 def test_accumulated_gradients_are_refused():
     """Each backward is a step. A loop that calls `step` after several of them means their sum."""
-    model = Recurrent(1, False)
+    model = Recurrent(1)
     optimizer = optim.AdamW8bit(model.named_parameters(), lr=1e-2)
     handle = optim.step_in_backward(optimizer, bucket_mib=1e-6)
     for _ in range(2):  # without a call of step
