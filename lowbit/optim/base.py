@@ -65,7 +65,6 @@ from lowbit.optim.options import (
 )
 from lowbit.optim.state import state as states
 from lowbit.optim.state.checkpoint import (
-    SteppedBy,
     check_is_state_dict,
     check_loadable,
     checked_states,
@@ -137,8 +136,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
     eager_steps: ClassVar[tuple[Step, ...]] = (EagerStep(),)
     """The steps that update the parameters that kernels leave, in this order."""
 
-    stepped_by: SteppedBy
-    """The implementation that last updated each parameter."""
     _fused: FusedStep | None = None  # of the last step
     _in_backward: Any = None  # the handle of step_in_backward
     _checked: Sequence[Any] = ()  # the options of all groups, as they were checked last
@@ -168,7 +165,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
             defaults["state"] = self.default_state
         self.check_group(defaults)
         check_definition(self, defaults)
-        self.stepped_by = SteppedBy()
         super().__init__(params, defaults)
 
     # ---- methods that an algorithm overrides ---------------------------------------------------------------
@@ -456,25 +452,17 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     # ---- checkpoints ----------------------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, Any]:
-        """As in torch.optim. Its `_metadata` records which implementation last updated each parameter, so that a run
-        that resumes can warn if that changes (`lowbit.optim.state.checkpoint`)."""
-        made = super().state_dict()
-        return self.stepped_by.attach(made) if isinstance(made, dict) else made
-
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer in any state format, or of its namesake in torch.optim, torchao.optim or
         bitsandbytes.optim (`lowbit.optim.state.foreign`).
 
         Options come from the checkpoint, as with torch.optim, except `state`: the optimizer keeps its own format and
-        converts the states to it. It copies the checkpoint's tensors. The next step warns once if the implementation
-        (compiled or not) differs from that of the checkpoint's last step. A CUDA graph captured before keeps the states
-        and learning rates of its capture. A warning then asks to capture again.
+        converts the states to it. It copies the checkpoint's tensors. A CUDA graph captured before keeps the states and
+        learning rates of its capture. A warning then asks to capture again.
 
         Raises:
             ValueError, TypeError: the checkpoint doesn't fit. Nothing has changed then.
         """
-        stepped_by = SteppedBy.of(state_dict)
         state_dict = dict(state_dict) if isinstance(state_dict, Mapping) else state_dict
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
@@ -487,7 +475,6 @@ class LowbitOptimizer(torch.optim.Optimizer):
         with torch.no_grad():
             loaded = self._loaded_states(groups, state_dict)
         self.__setstate__({"state": loaded, "param_groups": groups})
-        self.stepped_by = stepped_by
         if self.__dict__.get("_captured"):
             warnings.warn(
                 "a CUDA graph captured before load_state_dict updates the states of its capture, with its learning "
@@ -559,7 +546,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._fused, self.stepped_by = None, SteppedBy()
+        self._fused = None
         for group in self.param_groups:  # of a state made by other code
             group.setdefault("largest_lr", _read(group["lr"]))
 

@@ -313,10 +313,7 @@ def test_a_kernel_that_failed_to_compile_is_compiled_later(monkeypatch, asked):
     optimizer = optim.AdamW8bit(params, fused=asked)
     if asked is None:
         run(optimizer, params, 1)
-        assert set(optimizer.stepped_by._last.values()) == {"eager"}
+        assert not optimizer._fused.launches
         monkeypatch.setattr(fused, "RETRY_SECONDS", 0.0)
-        with pytest.warns(UserWarning, match="is 'fused cpu' now and was 'eager' before"):
-            run(optimizer, params, 1)
-    else:
-        run(optimizer, params, 1)
-    assert set(optimizer.stepped_by._last.values()) == {"fused cpu"}
+    run(optimizer, params, 1)
+    assert optimizer._fused.launches

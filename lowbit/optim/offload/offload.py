@@ -280,10 +280,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As that of `base_class` used directly; its tensors are on the CPU. Gradients are not part of it."""
         self._link_states()
-        made = super().state_dict()
-        if isinstance(self.base, LowbitOptimizer) and isinstance(made, dict):
-            return self.base.stepped_by.attach(made)
-        return made
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this optimizer, or of `base_class` used directly. Gradients stay.
@@ -292,7 +289,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             ValueError, TypeError: as `base_class`, where the checkpoint doesn't fit, or holds values that no run
                 leaves, such as a negative step. Nothing has changed then.
         """
-        state_dict = copy(state_dict)  # with its `_metadata`
+        state_dict = copy(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             if replaced is not None:

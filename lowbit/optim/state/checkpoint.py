@@ -3,18 +3,12 @@
 All values are checked before anything changes. A value that no step can produce is refused with the parameter's name: a
 step that is not a count, a second moment below 0, a tensor without memory. NaN is accepted, because a run that
 diverged saves it.
-
-A state dict also records which implementation last updated each parameter: "eager" (PyTorch operations), "fused cpu" or
-"fused cuda". They agree up to rounding, so the optimizer warns if a run resumes with another one. The record is the
-attribute `_metadata` of the state dict, as in those of `nn.Module`: it pickles, and other loaders ignore it.
 """
 
 from __future__ import annotations
 
 import reprlib
-import warnings
-from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from numbers import Real
 from typing import Any
@@ -265,49 +259,3 @@ def dequantize_state_dict(state_dict: dict[str, Any]) -> dict[str, Any]:
 def _float32(value: Any) -> Any:
     value = dequantized(value)
     return value.float() if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-# ---- the record of implementations --------------------------------------------------------------------------
-
-
-class SteppedBy:
-    """The implementation that last updated each parameter of an optimizer, by the parameter's index."""
-
-    KEY = "stepped_by"
-
-    def __init__(self, last: Mapping[int, str] | None = None) -> None:
-        self._last = dict(last or {})
-        self._has_warned = False
-
-    @classmethod
-    def of(cls, state_dict: Any) -> SteppedBy:
-        """The record of a state dict; an empty one if it has none, or one that this version doesn't know."""
-        metadata = getattr(state_dict, "_metadata", None)
-        last = metadata.get(cls.KEY) if isinstance(metadata, Mapping) else None
-        if not isinstance(last, Mapping):
-            return cls()
-        return cls({index: by for index, by in last.items() if isinstance(by, str)})
-
-    def note(self, groups: Sequence[Mapping[str, Any]], indices: Iterable[int], by: str) -> None:
-        """Record that `by` updates these parameters of `groups` now. Warns once if another one did before."""
-        indices = list(indices)
-        changed = [index for index in indices if self._last.get(index, by) != by]
-        if changed and not self._has_warned:
-            self._has_warned = True
-            names = parameter_names(groups)
-            first = ", ".join(names[index] for index in changed[:3])
-            before = ", ".join(sorted({self._last[index] for index in changed}))
-            warnings.warn(
-                f"the optimizer's step of {len(changed)} parameters ({first}{', ...' * (len(changed) > 3)}) is {by!r} "
-                f"now and was {before!r} before, or in the run that saved the checkpoint: they round differently, so "
-                "results may differ from those of an uninterrupted run by a code, or in the last bit. fused=True says "
-                "why a parameter has no compiled step",
-                stacklevel=2,
-            )
-        self._last.update(dict.fromkeys(indices, by))
-
-    def attach(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The state dict with `_metadata`: {"stepped_by": {index: implementation}}."""
-        made: Any = OrderedDict(state_dict)
-        made._metadata = {self.KEY: dict(self._last)}
-        return made

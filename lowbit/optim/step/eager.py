@@ -52,8 +52,7 @@ class EagerStep:
 
 
 def count_step(optimizer: Any, job: Job) -> None:
-    """Count one more step for the parameters of a job, and record that PyTorch operations do it."""
-    optimizer.stepped_by.note(optimizer.param_groups, job.indices, "eager")
+    """Count one more step for the parameters of a job."""
     torch._foreach_add_([optimizer.state[param]["step"] for param in job.params], 1)
 
 

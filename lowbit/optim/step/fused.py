@@ -78,9 +78,6 @@ class FusedStep:
         self.launches: list[StepLaunch] = [
             kind.of(optimizer, found, items) for (kind, found, _), items in batches.items()
         ]
-        for launch in self.launches:
-            by = f"fused {launch.table.device.type}"
-            optimizer.stepped_by.note(groups, launch.indices, by)
         if self.launches:
             self._remember(optimizer, jobs)
 

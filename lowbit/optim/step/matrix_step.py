@@ -213,8 +213,6 @@ class Batch:
             launches[0].count_elsewhere(self.needs_step)
             self.directions.append(launches[0])
             self.descents.append(launches[1])
-            by = f"fused {own.grads[0].device.type}"
-            optimizer.stepped_by.note(optimizer.param_groups, [own.indices[i] for i in some], by)
 
     def run(self, optimizer: Any, job: Job, coefficient: Tensor | None) -> None:
         own, group = job.subset(self.positions), job.group
