@@ -1,6 +1,6 @@
 """Quantization-aware training under the Trainer of Lightning.
 
-    callback = lowbit.lightning.QATCallback(lowbit.Int4WeightOnly(32), start=100, bits={100: 8, 300: 4})
+    callback = lowbit.lightning.QATCallback(lowbit.Int4WeightOnly(32), start=100)
     lightning.Trainer(callbacks=[callback]).fit(module, data)               # module is in int4 afterwards
 
 lowbit's optimizers, `lowbit.train.prepare_` and models of `lowbit.quantize_` do not need this module.
@@ -21,7 +21,7 @@ class QATCallback(QATRun, Callback):
     """Prepares the module before its optimizers are made, runs a schedule, and converts when `fit` ends.
 
     Checkpoints hold the plain weights that are trained. A run that Lightning resumes continues the schedule. The
-    arguments are those of `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales`
+    arguments are those of `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `freeze_scales`
     and further ones of `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
     """
 

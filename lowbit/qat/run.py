@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,7 @@ class QATRun:
     Args:
         scheme, filter_fn: as `lowbit.qat.prepare_` takes them.
         convert: whether the model is converted when the training ends.
-        start, bits, freeze_scales, freeze_observers: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
+        start, freeze_scales, freeze_observers: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
         options: further ones of `lowbit.qat.prepare_`.
 
     Attributes:
@@ -33,7 +32,6 @@ class QATRun:
         *,
         convert: bool = True,
         start: int = 0,
-        bits: Mapping[int, int] | None = None,
         freeze_scales: int | None = None,
         freeze_observers: int | None = None,
         **options: Any,
@@ -41,7 +39,6 @@ class QATRun:
         self.scheme, self.filter_fn, self.convert = scheme, filter_fn, convert
         self._settings = {
             "start": start,
-            "bits": bits,
             "freeze_scales": freeze_scales,
             "freeze_observers": freeze_observers,
         }

@@ -1,6 +1,6 @@
-"""Schedules of QAT: begin after some steps, lower the bits in stages, freeze observers and learned scales.
+"""Schedules of QAT: begin after some steps, freeze observers and learned scales.
 
-    schedule = qat.Schedule(model, start=100, bits={100: 8, 300: 6, 500: 4})
+    schedule = qat.Schedule(model, start=100)
     schedule = qat.Schedule(model, freeze_observers=50, freeze_scales=900)
     for batch in batches:
         ...
@@ -14,20 +14,15 @@ graph for each stage.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from torch import nn
 
 from lowbit import optional
 from lowbit.calibration import Calibration, prepared_layers
-from lowbit.numerics.number_format import Int
 from lowbit.qat.scales import learned_parameters
 from lowbit.qat.switch import change, prepared_weights
-from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.regather import reshard
-from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import named_scales
 from lowbit.tracing.observer import PERCENTILE, Method, all_ranks, check_range
 
 
@@ -35,20 +30,16 @@ class Stage(NamedTuple):
     """What holds at a step."""
 
     on: bool
-    bits: int | None
     frozen: bool
     observed: bool
 
 
 class Schedule:
-    """Changes a prepared model at given steps. Make it directly after `prepare_`, which gives the final schemes.
+    """Changes a prepared model at given steps. Make it directly after `prepare_`.
 
     Args:
         model: prepared by `lowbit.qat.prepare_`; it may be sharded or compiled later.
         start: how many optimizer steps run without fake quantization, as the plain model.
-        bits: step → bits of integer weights from that step on. No weight gets fewer bits than its scheme has, so that
-            {0: 8, 400: 6, 800: 4} takes a model of int4 and int6 weights down in stages. The last entry must reach
-            every scheme. Weights in float8 stay as they are.
         freeze_scales: how many steps train learned scales and zero points, those of inputs too. From then on they get
             no gradients, and those of weights follow them by the factors found. None: the schedule leaves them alone.
         freeze_observers: how many steps observe the inputs of layers with a static activation, which products then take
@@ -62,11 +53,10 @@ class Schedule:
     `start`, after `freeze_scales`, and, those of inputs, while observers see them.
 
     Raises:
-        TypeError: `model` is not a module, or `bits` is not a mapping.
-        ValueError: nothing is prepared; a step or a number of bits out of range; bits that do not reach the schemes, or
-            with learned scales, which would no longer fit; `freeze_scales` without learned scales; an unknown `method`
-            or an impossible `percentile`, or one without `freeze_observers`; `freeze_observers` without a static
-            activation, or, at its last step, a layer that saw no batch.
+        TypeError: `model` is not a module.
+        ValueError: nothing is prepared; a step out of range; `freeze_scales` without learned scales; an unknown
+            `method` or an impossible `percentile`, or one without `freeze_observers`; `freeze_observers` without a
+            static activation, or, at its last step, a layer that saw no batch.
     """
 
     def __init__(
@@ -74,21 +64,16 @@ class Schedule:
         model: nn.Module,
         *,
         start: int = 0,
-        bits: Mapping[int, int] | None = None,
         freeze_scales: int | None = None,
         freeze_observers: int | None = None,
         method: Method = "squared_error",
         percentile: float = 99.99,
     ) -> None:
-        if bits is not None and not isinstance(bits, Mapping):
-            raise TypeError(f"bits must map steps to bits, such as {{0: 8, 100: 4}}, got {bits!r}")
         self.model, self.start = model, start
-        self.bits = dict(sorted((bits or {}).items()))
         self.freeze_scales, self.freeze_observers = freeze_scales, freeze_observers
         self._observers: dict[str, Any] = {"method": method, "percentile": percentile}
         self._calibration: Calibration | None = None
         self.steps = 0
-        self._schemes = {fqn: w.scheme for fqn, w in prepared_weights(model).items()}
         self._check()
         self._stage: Stage | None = None
         self._apply()
@@ -99,7 +84,6 @@ class Schedule:
             "freeze_scales": self.freeze_scales or 0,
             "freeze_observers": self.freeze_observers or 0,
         }
-        given |= {f"the step of bits={self.bits}": step for step in self.bits}
         for name, step in given.items():
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"{name} must be a number of steps, 0 or more, got {step!r}")
@@ -116,26 +100,6 @@ class Schedule:
                 f"freeze_scales={self.freeze_scales}, but no scale is learned; accepted: a model prepared with "
                 "scales='learned', or no freeze_scales"
             )
-        if not self.bits:
-            return
-        for count in self.bits.values():
-            if not isinstance(count, int) or not 1 <= count <= 8:
-                raise ValueError(f"bits={self.bits}; accepted: step → 1 to 8 bits")
-        own = {fqn: _bits(s) for fqn, s in self._schemes.items() if _bits(s) is not None}
-        if not own:
-            raise ValueError(f"bits={self.bits}, but no prepared weight is in integers")
-        last = list(self.bits.values())[-1]
-        least = min(own, key=lambda fqn: own[fqn] or 0)
-        if last > (own[least] or 0):
-            raise ValueError(
-                f"bits={self.bits} end at {last}, and {least} is prepared for {own[least]} bits, which convert_ would "
-                f"not reach; accepted: a last stage of {own[least]} bits or fewer"
-            )
-        if learned := list(named_scales(self.model)):
-            raise ValueError(
-                f"bits with learned scales ({learned[0]}), which belong to one number of bits; accepted: a model that "
-                "is prepared without them, or no bits"
-            )
 
     def step(self) -> None:
         """Count one optimizer step. Call it after `optimizer.step()`, on every rank."""
@@ -144,10 +108,9 @@ class Schedule:
 
     def stage(self, steps: int) -> Stage:
         """What holds after this many steps."""
-        reached = [count for step, count in self.bits.items() if step <= steps]
         frozen = self.freeze_scales is not None and steps >= self.freeze_scales
         observed = self.freeze_observers is not None and steps < self.freeze_observers
-        return Stage(steps >= self.start, reached[-1] if reached else None, frozen, observed)
+        return Stage(steps >= self.start, frozen, observed)
 
     def state_dict(self) -> dict[str, Any]:
         """{"steps": int}. The settings are those of the constructor; observers are in the state dict of the model."""
@@ -188,13 +151,9 @@ class Schedule:
             return
         before, self._stage = self._stage, stage
 
-        def assign(fqn: str, weight: FakeQuantizedTensor) -> None:
-            if fqn in self._schemes:
-                weight.scheme = _with_bits(self._schemes[fqn], stage.bits)
-                if before is None or before.on != stage.on:  # else the user's own choice stays
-                    weight.switch(stage.on, stage.on)
-
-        change(self.model, prepared_weights(self.model), assign)
+        if before is None or before.on != stage.on:  # else the user's own choice stays
+            weights = prepared_weights(self.model)
+            change(self.model, weights, lambda fqn, weight: weight.switch(stage.on, stage.on))
         self._observe(stage.observed)
         if self.freeze_scales is not None:
             _freeze(self.model, stage.frozen)
@@ -213,18 +172,6 @@ class Schedule:
                 calibration.finish(all_ranks(), keep=True)
             finally:
                 calibration.remove()
-
-
-def _bits(scheme: Scheme) -> int | None:
-    return scheme.weight.format.bits if isinstance(scheme.weight.format, Int) else None
-
-
-def _with_bits(scheme: Scheme, bits: int | None) -> Scheme:
-    """The scheme with `bits` for the weight, where it has fewer."""
-    own = scheme.weight.format
-    if not isinstance(own, Int) or bits is None or bits <= own.bits:
-        return scheme
-    return replace(scheme, weight=replace(scheme.weight, format=replace(own, bits=bits)))
 
 
 def _freeze(model: nn.Module, frozen: bool) -> None:

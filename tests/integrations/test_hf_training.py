@@ -188,13 +188,13 @@ def test_a_resumed_training_has_the_same_bits(tmp_path: Path) -> None:
 
 def test_the_callback_prepares_trains_and_converts(tmp_path: Path) -> None:
     model, args = llama(), arguments(tmp_path / "out", logging_steps=1)
-    callback = QATCallback(INT4, is_inner_linear, bits={0: 8, 2: 4}, start=1)
+    callback = QATCallback(INT4, is_inner_linear, start=2)
     seen = []
 
     class Look(transformers.TrainerCallback):
         def on_step_begin(self, args, state, control, **kwargs) -> None:
             weight = kwargs["model"].model.layers[0].self_attn.q_proj.weight
-            seen.append((type(weight).__name__, weight.scheme.weight.format.bits))
+            seen.append((type(weight).__name__, weight.off))
 
     found, losses = trained(
         model,
@@ -202,7 +202,7 @@ def test_the_callback_prepares_trains_and_converts(tmp_path: Path) -> None:
         callbacks=[callback, Look()],
         optimizer_cls_and_kwargs=optimizer("AdamW8bit", args),
     )
-    assert seen == [("FakeQuantizedTensor", b) for b in (8, 8, 4, 4)]
+    assert seen == [("FakeQuantizedTensor", off) for off in ("all", "all", None, None)]
     assert losses[-1] < losses[0]
     weights = [m.weight for n, m in model.named_modules() if is_inner_linear(m, n)]
     assert len(callback.report.converted) == len(weights) == 7
@@ -213,7 +213,7 @@ def test_the_callback_prepares_trains_and_converts(tmp_path: Path) -> None:
 
 
 SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
-    "bits": (INT4, {"bits": {0: 8, 1: 6, 3: 4}}),
+    "started": (INT4, {"start": 3}),
     "observed": (
         lb.Int8StaticActivationInt8Weight(),
         {"scales": "learned", "start": 1, "freeze_observers": 3, "freeze_scales": 4},

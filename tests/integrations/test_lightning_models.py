@@ -133,7 +133,7 @@ def test_the_end_of_a_run_leaves_states_and_weights_usable(tmp_path: Path) -> No
 
 
 class Watched(QATCallback):
-    """Notes the bits of the weights in each step."""
+    """Notes in each step whether the weights are rounded."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -141,11 +141,11 @@ class Watched(QATCallback):
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         weight = pl_module.net[0].weight
-        self.seen.append(weight.scheme.weight.format.bits if weight.rounds_weight else None)
+        self.seen.append(weight.rounds_weight)
 
 
-SETTINGS: dict[str, Any] = {"start": 2, "bits": {2: 8, 5: 6, 9: 4}}
-STAGES = [None] * 2 + [8] * 3 + [6] * 4 + [4] * 3
+SETTINGS: dict[str, Any] = {"start": 8}
+STAGES = [False] * 8 + [True] * 4
 
 
 def test_the_callback_prepares_trains_and_converts(tmp_path: Path) -> None:
@@ -188,9 +188,9 @@ def test_a_resumed_run_continues_the_schedule(tmp_path: Path) -> None:
 
 
 def test_accumulated_batches_count_once(tmp_path: Path) -> None:
-    module, callback = LowBit(), Watched(INT4, bits={0: 8, 2: 4})
+    module, callback = LowBit(), Watched(INT4, start=2)
     runner = trainer(
         tmp_path, "32-true", max_epochs=1, accumulate_grad_batches=2, callbacks=[callback]
     )
     runner.fit(module, data())
-    assert runner.global_step == 3 and callback.seen == [8] * 4 + [4] * 2
+    assert runner.global_step == 3 and callback.seen == [False] * 4 + [True] * 2

@@ -146,10 +146,6 @@ def test_lines_that_name_nothing(resolve, line, message):
         (Lowbit(qat="int4", qat_start=-1), r"qat_start=-1; accepted: a number of steps"),
         (Lowbit(qat="int4", qat_freeze_scales=5), r"set lowbit.qat_scales to 'learned'"),
         (Lowbit(qat="int4", qat_freeze_observers=5), r"int4 has no static activation to observe"),
-        (Lowbit(qat="int4", qat_bits="8"), r"qat_bits='8'; accepted: step:bits with commas"),
-        (Lowbit(qat="int4", qat_bits="0:8,9:5"), r"does not end at the weights of lowbit.qat='in"),
-        (Lowbit(qat="float8", qat_bits="0:8"), r"does not end at the weights"),
-        (Lowbit(qat="int4", qat_scales="learned", qat_bits="0:8,9:4"), r"with learned scales"),
     ],
 )
 def test_settings_that_contradict_each_other(chosen, message):
@@ -158,15 +154,11 @@ def test_settings_that_contradict_each_other(chosen, message):
 
 
 def test_schedules_of_qat():
-    chosen = Lowbit(qat="int4", qat_start=5, qat_bits="5:8,9:4")
-    assert settings.schedule_of(chosen, settings.scheme_of(chosen, CPU)) == {
-        "start": 5,
-        "bits": {5: 8, 9: 4},
-    }
+    assert settings.schedule_of(Lowbit(qat="int4", qat_start=5)) == {"start": 5}
     chosen = Lowbit(
         qat="int8_int8_static", qat_scales="learned", qat_freeze_scales=9, qat_freeze_observers=2
     )
-    found = settings.schedule_of(chosen, settings.scheme_of(chosen, CPU))
+    found = settings.schedule_of(chosen)
     assert found == {"freeze_observers": 2, "freeze_scales": 9}
 
 

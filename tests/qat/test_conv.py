@@ -15,7 +15,7 @@ import lowbit as lb
 from lowbit import IntxWeightOnly, Scheme, Spec, qat
 from lowbit.layers import static_input
 from lowbit.layers.frozen import shown_class
-from lowbit.numerics.learned_scales import RATE, learns_zero
+from lowbit.numerics.learned_scales import learns_zero
 from lowbit.tensor import FakeQuantizedTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.trained.learned_scales import is_learned
@@ -355,37 +355,6 @@ def test_schemes_by_pattern() -> None:
     mixed = net()
     qat.prepare_(mixed, {"0": lb.Int8WeightOnly(), "5": None, "*": lb.Int4WeightOnly(8)}, is_conv)
     assert mixed[0].weight.scheme == lb.Int8WeightOnly() and type(mixed[5].weight) is nn.Parameter
-
-
-def test_scales_alone_train_after_freezing_codes() -> None:
-    model, x = train(prepared(IntxWeightOnly(2, 16), "learned")), image()
-    y = model(x)
-    parameters = qat.freeze_codes_(model)
-    assert len(parameters) == 4 and torch.equal(model(x), y)
-    optimizer = torch.optim.SGD(parameters, lr=1e-3)
-    model(x).square().sum().backward()
-    optimizer.step()
-    codes = ConvTensor.from_float(
-        model[0].weight.master(),
-        IntxWeightOnly(2, 16),
-        (model[0].weight_scale.detach() * RATE, None),
-    )
-    trained = model(x)
-    qat.convert_(model)
-    assert torch.equal(model(x), trained) and torch.equal(model[0].weight.codes, codes.codes)
-
-
-def test_bits_fall_by_a_schedule() -> None:
-    model, x = prepared(lb.Int4WeightOnly(8)), image()
-    expected = model(x)
-    schedule = qat.Schedule(model, start=1, bits={1: 8, 2: 4})
-    outputs = []
-    for _ in range(3):
-        outputs.append(model(x))
-        schedule.step()
-    assert torch.equal(outputs[0], net()(x)) and torch.equal(outputs[2], expected)
-    errors = [relative_error(y, outputs[0]) for y in outputs]
-    assert errors[0] < errors[1] < errors[2]
 
 
 def test_block_by_block() -> None:

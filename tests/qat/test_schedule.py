@@ -1,4 +1,4 @@
-"""Schedules: when fake quantization begins, how many bits weights have, and when learned scales freeze."""
+"""Schedules: when fake quantization begins, and when observers and learned scales freeze."""
 
 from __future__ import annotations
 
@@ -56,42 +56,6 @@ def test_start() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found[:3], expected[:3], strict=True))
     assert not torch.equal(found[3], expected[3])
     assert model[0].weight.off is None and schedule.steps == 5
-
-
-def test_bits_in_stages() -> None:
-    """The weights, the optimizer and its states stay; each stage computes what a model prepared so computes."""
-    model = network(
-        {"0": lb.Int8DynamicActivationInt4Weight(group_size=16), "2": lb.Float8WeightOnly()}
-    )
-    weights, memory = [*model.parameters()], model[0].weight.master().data_ptr()
-    optimizer = adam(model)
-    schedule = qat.Schedule(model, bits={0: 8, 2: 6, 4: 4})
-    found = []
-    for _ in range(6):
-        scheme = model[0].weight.scheme
-        found.append(scheme.weight.format.bits)
-        assert scheme.activation == lb.Int8DynamicActivationInt4Weight(group_size=16).activation
-        other = nn.Linear(32, 48)
-        other.load_state_dict({k: v.clone() for k, v in model[0].state_dict().items()})
-        qat.prepare_(other, scheme)
-        assert torch.equal(other(X), model[0](X))
-        train(model, optimizer, 1, schedule)
-    assert found == [8, 8, 6, 6, 4, 4]
-    assert all(p is q for p, q in zip(weights, model.parameters(), strict=True))
-    assert model[0].weight.master().data_ptr() == memory
-    assert model[2].weight.scheme == lb.Float8WeightOnly()
-    qat.convert_(model)
-    assert model[0].weight.spec.format == lb.Int(4)
-
-
-def test_no_weight_gets_fewer_bits_than_its_scheme() -> None:
-    model = network({"0": lb.IntxWeightOnly(3), "2": lb.IntxWeightOnly(6)})
-    schedule = qat.Schedule(model, bits={0: 8, 1: 5, 2: 2})
-    found = []
-    for _ in range(3):
-        found.append([model[i].weight.scheme.weight.format.bits for i in (0, 2)])
-        schedule.step()
-    assert found == [[8, 8], [5, 6], [3, 6]]
 
 
 def with_scales() -> nn.Sequential:
@@ -214,41 +178,40 @@ def test_observers_that_saw_nothing() -> None:
 
 
 def test_resumed_to_the_bit() -> None:
-    settings: dict[str, Any] = {"start": 2, "bits": {2: 8, 4: 6, 6: 4}}
     model = network()
-    schedule, optimizer = qat.Schedule(model, **settings), adam(model)
-    expected = train(model, optimizer, 8, schedule)
-    for at in (1, 3, 5, 7):
+    schedule, optimizer = qat.Schedule(model, start=2), adam(model)
+    expected = train(model, optimizer, 5, schedule)
+    for at in (1, 3):
         first = network()
-        schedule, optimizer = qat.Schedule(first, **settings), adam(first)
+        schedule, optimizer = qat.Schedule(first, start=2), adam(first)
         train(first, optimizer, at, schedule)
         states = copy.deepcopy([x.state_dict() for x in (schedule, first, optimizer)])
         second = network()
-        schedule, optimizer = qat.Schedule(second, **settings), adam(second)
+        schedule, optimizer = qat.Schedule(second, start=2), adam(second)
         for part, state in zip((schedule, second, optimizer), states, strict=True):
             part.load_state_dict(state)
-        found = train(second, optimizer, 8 - at, schedule)
+        found = train(second, optimizer, 5 - at, schedule)
         assert all(torch.equal(a, b) for a, b in zip(found, expected[at:], strict=True)), at
 
 
 def test_one_graph_a_stage() -> None:
     torch._dynamo.reset()
     model = network()
-    schedule = qat.Schedule(model, start=1, bits={2: 8, 3: 4})
+    schedule = qat.Schedule(model, start=2)
     counted = CompileCounterWithBackend("aot_eager")
     run = torch.compile(model, backend=counted, fullgraph=True)
     found, expected = [], []
-    for _ in range(6):
+    for _ in range(4):
         found.append(run(X).detach())
         expected.append(model(X).detach())
         schedule.step()
-    assert counted.frame_count == 3  # off, int4 (from step 1, and again from step 3), int8
+    assert counted.frame_count == 2  # off, and on
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_a_choice_of_the_user_survives_a_stage() -> None:
     model = network(lb.Int8DynamicActivationInt4Weight(group_size=16))
-    schedule = qat.Schedule(model, bits={0: 8, 2: 4})
+    schedule = qat.Schedule(model)
     qat.enable_(model, activations=False)
     schedule.step()
     schedule.step()
@@ -266,10 +229,7 @@ def test_a_choice_of_the_user_survives_a_stage() -> None:
         ({"freeze_observers": 3, "method": "percentile", "percentile": 0.1}, "percentile must be"),
         ({"method": "percentile", "percentile": "99"}, "percentile must be above 50"),
         ({"method": "minmax"}, "'minmax'.* without freeze_observers there are none"),
-        ({"bits": {-1: 4}}, "the step of bits"),
-        ({"bits": {0: 9}}, "1 to 8 bits"),
         ({"freeze_scales": 3}, "freeze_scales=3, but no scale is learned"),
-        ({"bits": {0: 8, 5: 6}}, r"end at 6, and 0\.weight is prepared for 4 bits"),
     ],
 )
 def test_refused(settings, match) -> None:
@@ -278,13 +238,7 @@ def test_refused(settings, match) -> None:
 
 
 def test_refused_models_and_states() -> None:
-    with pytest.raises(TypeError, match=r"bits must map steps to bits.*got \[8, 4\]"):
-        qat.Schedule(network(), bits=[8, 4])  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="has no prepared weights"):
         qat.Schedule(nn.Linear(3, 4))
-    with pytest.raises(ValueError, match="no prepared weight is in integers"):
-        qat.Schedule(network(lb.Float8WeightOnly()), bits={0: 8})
-    with pytest.raises(ValueError, match=r"bits with learned scales \(0\.weight_scale\)"):
-        qat.Schedule(with_scales(), bits={0: 8, 1: 4})
     with pytest.raises(ValueError, match="not a state of a Schedule"):
         qat.Schedule(network()).load_state_dict({"step": 3})

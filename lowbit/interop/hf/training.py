@@ -67,13 +67,13 @@ def _class_named(line: str) -> str:
 class QATCallback(QATRun, TrainerCallback):
     """Quantization-aware training by the Trainer: prepares the model, runs a schedule, converts at the end.
 
-        callback = lowbit.hf.QATCallback(lowbit.Int4WeightOnly(32), start=100, bits={100: 8, 300: 4})
+        callback = lowbit.hf.QATCallback(lowbit.Int4WeightOnly(32), start=100)
         Trainer(model, args, callbacks=[callback], …).train()       # model is in int4 afterwards
         lowbit.export(model, "model-int4", format="lowbit")
 
     The model is prepared when the Trainer is made, before the Trainer makes the optimizer. Checkpoints hold the plain
     weights that are trained, and a resumed training continues the schedule. The arguments are those of
-    `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `bits`, `freeze_scales` and further arguments of
+    `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `freeze_scales` and further arguments of
     `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
 
     Warns at the end if the conversion merged all adapters of PEFT: the Trainer's `save_model` would write an adapter

@@ -148,7 +148,7 @@ class LowbitConverter:
             logger.info(f"lowbit: {settings.summary(report, self.scheme, self.device)}")
         setattr(model, _SETTINGS, self.settings)
         if isinstance(self.scheme, Scheme):
-            setattr(model, _SCHEDULE, settings.schedule_of(self.settings, self.scheme))
+            setattr(model, _SCHEDULE, settings.schedule_of(self.settings))
 
     def post_optimizer_hook(self, model: nn.Module | list[nn.Module]) -> None:
         models = [model] if isinstance(model, nn.Module) else model

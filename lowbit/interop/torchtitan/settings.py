@@ -13,7 +13,6 @@ from torch import nn
 from lowbit import qat, train
 from lowbit.convert import Report, stacked
 from lowbit.interop import config_lines
-from lowbit.numerics.number_format import Int
 from lowbit.numerics.sharded import held_locally
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
@@ -36,7 +35,6 @@ class Lowbit:
             int4(group_size=32).
         qat_scales: "present" or "learned", as `lowbit.qat.prepare_` takes it.
         qat_start: steps without fake quantization.
-        qat_bits: bits of the weights from a step on, step:bits with commas, such as "0:8,300:6,500:4".
         qat_freeze_scales: steps that train learned scales; 0: all.
         qat_freeze_observers: steps that observe the inputs of layers with a static activation, before their scales are
             set. A scheme with static activations needs such steps. 0: none.
@@ -52,7 +50,6 @@ class Lowbit:
     qat: str = ""
     qat_scales: str = "present"
     qat_start: int = 0
-    qat_bits: str = ""
     qat_freeze_scales: int = 0
     qat_freeze_observers: int = 0
     filter_fqns: list[str] = field(default_factory=lambda: list(LEFT_OUT))
@@ -78,7 +75,7 @@ def scheme_of(settings: Lowbit, device: torch.device) -> TrainingScheme | Scheme
     _check_qat(settings)
     if settings.qat:
         chosen = qat_scheme(settings.qat, bool(settings.qat_freeze_observers))
-        schedule_of(settings, chosen)
+        schedule_of(settings)
         return chosen
     if not settings.train:
         return None
@@ -120,16 +117,14 @@ def _check_qat(settings: Lowbit) -> None:
         )
 
 
-def schedule_of(settings: Lowbit, scheme: Scheme) -> dict[str, Any]:
+def schedule_of(settings: Lowbit) -> dict[str, Any]:
     """The arguments of `lowbit.qat.Schedule`; {} for training that is the same at each step.
 
-    Raises ValueError for a wrong line of bits, and for settings that contradict each other.
+    Raises ValueError for settings that contradict each other.
     """
     found: dict[str, Any] = {}
     if settings.qat_start:
         found["start"] = settings.qat_start
-    if settings.qat_bits:
-        found["bits"] = _bits(settings, scheme)
     if settings.qat_freeze_observers:
         found["freeze_observers"] = settings.qat_freeze_observers
     if settings.qat_freeze_scales:
@@ -140,30 +135,9 @@ def schedule_of(settings: Lowbit, scheme: Scheme) -> dict[str, Any]:
             )
         found["freeze_scales"] = settings.qat_freeze_scales
     for name, steps in found.items():
-        if name != "bits" and steps < 0:
+        if steps < 0:
             raise ValueError(f"lowbit.qat_{name}={steps}; accepted: a number of steps, 0 for none")
     return found
-
-
-def _bits(settings: Lowbit, scheme: Scheme) -> dict[int, int]:
-    """The stages of `qat_bits`, which end at the bits of the scheme."""
-    line, own = settings.qat_bits, scheme.weight.format
-    try:
-        stages = {int(step): int(bits) for step, bits in (s.split(":") for s in line.split(","))}
-    except ValueError as error:
-        raise ValueError(
-            f"lowbit.qat_bits={line!r}; accepted: step:bits with commas, such as '0:8,300:6,500:4'"
-        ) from error
-    if not isinstance(own, Int) or stages[max(stages)] > own.bits:
-        raise ValueError(
-            f"lowbit.qat_bits={line!r} does not end at the weights of lowbit.qat={settings.qat!r}, {own}"
-        )
-    if settings.qat_scales == "learned":
-        raise ValueError(
-            f"lowbit.qat_bits={line!r} with learned scales, which belong to one number of bits; set lowbit.qat_scales "
-            "to 'present'"
-        )
-    return stages
 
 
 def prepare(model: nn.Module, scheme: TrainingScheme | Scheme, settings: Lowbit) -> Report:
