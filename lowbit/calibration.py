@@ -54,7 +54,6 @@ def calibrate(
     filter_fn: Filter | None = None,
     *,
     method: Method = "squared_error",
-    percentile: float = 99.99,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[dict[str, tuple[float, float]]]:
     """Inside the context, count the inputs of all layers with a static activation; at its end, set their scales.
@@ -67,9 +66,7 @@ def calibrate(
     Args:
         model: a plain model, or one of `lowbit.qat.prepare_`, sharded or not. To compile it, call `compile` afterwards.
         scheme, filter_fn: for a plain model, those that `quantize_` or `prepare_` will get. For a prepared model: None.
-        method: how the range is chosen, "minmax", "moving_average", "percentile" or "squared_error"
-            (`lowbit.tracing.observer`).
-        percentile: for "percentile", the share of values in % below the upper end, and above the lower.
+        method: how the range is chosen, "minmax" or "squared_error" (`lowbit.tracing.observer`).
         group: the process group whose ranks see different batches. None: the default group, if there is one. All ranks
             take part, with the same layers, and get the same scales.
 
@@ -85,7 +82,7 @@ def calibrate(
             "calibrated; leave it out"
         )
     found = prepared_layers(model) if scheme is None else _plain(model, scheme, filter_fn)
-    with observing(model, found, method, percentile, group or all_ranks()) as ranges:
+    with observing(model, found, method, group or all_ranks()) as ranges:
         yield ranges
 
 
@@ -98,11 +95,10 @@ def observing(
     model: nn.Module,
     found: Found,
     method: Method,
-    percentile: float,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[dict[str, tuple[float, float]]]:
     """The context of `calibrate` for layers that were found before. `group`: None for this process alone."""
-    calibration = Calibration(model, found, method, percentile)
+    calibration = Calibration(model, found, method)
     ranges: dict[str, tuple[float, float]] = {}
     try:
         yield ranges
@@ -117,7 +113,7 @@ class Calibration:
     Args:
         model: the model, for error messages and DistributedDataParallel.
         found: names, modules and activation of each weight.
-        method, percentile: those of `calibrate`.
+        method: that of `calibrate`.
         training: the mode whose batches count; None: the present mode of each layer.
 
     Raises ValueError if one of the layers has an observer already.
@@ -128,7 +124,6 @@ class Calibration:
         model: nn.Module,
         found: Found,
         method: Method,
-        percentile: float,
         training: bool | None = None,
     ) -> None:
         if any(
@@ -143,7 +138,7 @@ class Calibration:
         self.watched = []
         for names, modules, spec in found:
             device = getattr(modules[0].weight, "device", None)
-            observer = Observer(spec, method, percentile, device)
+            observer = Observer(spec, method, device)
             mode = modules[0].training
             observer.begin(mode if training is None else training)
             observer.train(mode)
@@ -155,9 +150,9 @@ class Calibration:
         setattr(model, _LEFT_ALONE, [*(self.left_alone or ()), *names, *compiled])
 
     @classmethod
-    def of_training(cls, model: nn.Module, method: Method, percentile: float) -> Calibration:
+    def of_training(cls, model: nn.Module, method: Method) -> Calibration:
         """The calibration of a prepared model on batches in train mode. Raises ValueError as `calibrate` does."""
-        return cls(model, prepared_layers(model), method, percentile, training=True)
+        return cls(model, prepared_layers(model), method, training=True)
 
     def finish(
         self, group: dist.ProcessGroup | None = None, keep: bool = False

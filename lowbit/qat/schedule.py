@@ -23,7 +23,7 @@ from lowbit.calibration import Calibration, prepared_layers
 from lowbit.qat.scales import learned_parameters
 from lowbit.qat.switch import change, prepared_weights
 from lowbit.tensor.core.regather import reshard
-from lowbit.tracing.observer import PERCENTILE, Method, all_ranks, check_range
+from lowbit.tracing.observer import Method, all_ranks, check_method
 
 
 class Stage(NamedTuple):
@@ -46,7 +46,7 @@ class Schedule:
             unrounded. After the last of them the scales are set, the same on all ranks, from the batches in train mode,
             as `lowbit.calibrate` does. Training goes on with them, or trains them on where they are learned. None: the
             schedule leaves them alone.
-        method, percentile: how observers choose a range, as for `lowbit.calibrate`.
+        method: how observers choose a range, as for `lowbit.calibrate`.
 
     While it observes, the state dict of the model has the observers. So a training that is stopped there continues.
     DistributedDataParallel needs find_unused_parameters=True where scales are learned: they have no gradients before
@@ -55,7 +55,7 @@ class Schedule:
     Raises:
         TypeError: `model` is not a module.
         ValueError: nothing is prepared; a step out of range; `freeze_scales` without learned scales; an unknown
-            `method` or an impossible `percentile`, or one without `freeze_observers`; `freeze_observers` without a
+            `method`, or one without `freeze_observers`; `freeze_observers` without a
             static activation, or, at its last step, a layer that saw no batch.
     """
 
@@ -67,11 +67,10 @@ class Schedule:
         freeze_scales: int | None = None,
         freeze_observers: int | None = None,
         method: Method = "squared_error",
-        percentile: float = 99.99,
     ) -> None:
         self.model, self.start = model, start
         self.freeze_scales, self.freeze_observers = freeze_scales, freeze_observers
-        self._observers: dict[str, Any] = {"method": method, "percentile": percentile}
+        self._method: Method = method
         self._calibration: Calibration | None = None
         self.steps = 0
         self._check()
@@ -87,13 +86,13 @@ class Schedule:
         for name, step in given.items():
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"{name} must be a number of steps, 0 or more, got {step!r}")
-        check_range(**self._observers)
+        check_method(self._method)
         if self.freeze_observers is not None:
             prepared_layers(self.model)
-        elif self._observers != {"method": "squared_error", "percentile": PERCENTILE}:
+        elif self._method != "squared_error":
             raise ValueError(
-                f"{self._observers} are for observers, and without freeze_observers there are none; give the number of "
-                "steps in which they observe, or leave method and percentile out"
+                f"method={self._method!r} is for observers, and without freeze_observers there are none; give the "
+                "number of steps in which they observe, or leave method out"
             )
         if self.freeze_scales is not None and not learned_parameters(self.model):
             raise ValueError(
@@ -165,7 +164,7 @@ class Schedule:
 
     def _observe(self, observed: bool) -> None:
         if observed and self._calibration is None:
-            self._calibration = Calibration.of_training(self.model, **self._observers)
+            self._calibration = Calibration.of_training(self.model, self._method)
         elif not observed and self._calibration is not None:
             calibration, self._calibration = self._calibration, None
             try:

@@ -1,15 +1,12 @@
 """Observer: statistics of the inputs of a layer, over all batches that pass, and the range that they give.
 
-    method             range [low, high]
-    "minmax"           from the smallest to the largest value of all batches
-    "moving_average"   the same of each batch, averaged: the last batch counts `MOMENTUM`, all before it the rest.
-                       Several ranks take the mean of their averages, weighted by their numbers of batches
-    "percentile"       all but (100 − percentile)% of the values at either end
-    "squared_error"    the one of `CANDIDATES` ranges r · [low, high], r ≤ 1, whose rounding has the least squared error
+    method            range [low, high]
+    "minmax"          from the smallest to the largest value of all batches
+    "squared_error"   the one of `CANDIDATES` ranges r · [low, high], r ≤ 1, whose rounding has the least squared error
+                      (Nagel et al., arXiv 2106.08295, section 3.1)
 
-The last two read a histogram. Its bins are the sign, the exponent and the first five bits of the mantissa of a float32.
+The second reads a histogram. Its bins are the sign, the exponent and the first five bits of the mantissa of a float32.
 So no value falls outside of it, no bin ever moves, a bin is at most 3% wide, and histograms of several ranks are added.
-Sources: Jacob et al., arXiv 1712.05877 (moving averages); Nagel et al., arXiv 2106.08295, section 3.1 (squared error).
 
 A range always includes zero. NaN and infinite values are counted and left out; `lowbit.calibrate` then raises an error.
 """
@@ -26,11 +23,7 @@ from torch import Tensor, nn
 from lowbit.numerics.granularity import PerRow
 from lowbit.numerics.spec import Spec
 
-Method = Literal["minmax", "moving_average", "percentile", "squared_error"]
-MOMENTUM = 0.1
-"""The weight of the last batch in a moving average."""
-PERCENTILE = 99.99
-"""The default for the share of values in %, below the upper end and above the lower, of the method "percentile"."""
+Method = Literal["minmax", "squared_error"]
 CANDIDATES = 128
 """Ranges that "squared_error" compares. Each is 2^(1/16) times narrower than the one before; the last 245 times."""
 _HIDDEN_BITS = 18
@@ -42,17 +35,11 @@ _AT_ONCE = 16
 """Candidates that the search rounds at once, to bound its memory."""
 
 
-def check_range(method: str, percentile: float) -> None:
-    """Raise ValueError for an unknown method, and a percentile that is impossible or not read."""
+def check_method(method: str) -> None:
+    """Raise ValueError for an unknown method."""
     if method not in get_args(Method):
         raise ValueError(
             f"unknown method {method!r}; accepted: {', '.join(map(repr, get_args(Method)))}"
-        )
-    if not isinstance(percentile, int | float) or not 50 < percentile <= 100:
-        raise ValueError(f"percentile must be above 50 and up to 100, got {percentile!r}")
-    if percentile != PERCENTILE and method != "percentile":
-        raise ValueError(
-            f"percentile is for method='percentile', got {percentile!r} beside {method!r}"
         )
 
 
@@ -62,10 +49,9 @@ class Observer(nn.Module):
     Args:
         spec: how the input will be quantized; its granularity is `PerTensor()`.
         method: see the module.
-        percentile: for "percentile", above 50 and up to 100.
         device: of the buffers.
 
-    Raises ValueError for an unknown method or an impossible percentile.
+    Raises ValueError for an unknown method.
     """
 
     low: Tensor
@@ -78,18 +64,17 @@ class Observer(nn.Module):
         self,
         spec: Spec,
         method: Method = "squared_error",
-        percentile: float = 99.99,
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
-        check_range(method, percentile)
-        self.spec, self.method, self.percentile = spec, method, percentile
+        check_method(method)
+        self.spec, self.method = spec, method
         self.begin(training=True)
         for name, dtype in (("low", torch.float32), ("high", torch.float32)):
             self.register_buffer(name, torch.zeros((), dtype=dtype, device=device))
         for name in ("batches", "nonfinite"):
             self.register_buffer(name, torch.zeros((), dtype=torch.int64, device=device))
-        has_counts = method in ("percentile", "squared_error")
+        has_counts = method == "squared_error"
         counts = torch.zeros(BINS, dtype=torch.int64, device=device) if has_counts else None
         self.register_buffer("counts", counts)
 
@@ -112,13 +97,8 @@ class Observer(nn.Module):
         finite = values.isfinite()
         values = torch.where(finite, values, 0.0)
         low, high = values.amin().clamp(max=0), values.amax().clamp(min=0)
-        if self.method == "moving_average":
-            share = torch.where(self.batches == 0, 1.0, MOMENTUM)
-            self.low.add_((low - self.low) * share)
-            self.high.add_((high - self.high) * share)
-        else:
-            self.low.copy_(torch.minimum(self.low, low))
-            self.high.copy_(torch.maximum(self.high, high))
+        self.low.copy_(torch.minimum(self.low, low))
+        self.high.copy_(torch.maximum(self.high, high))
         self.batches.add_(1)
         self.nonfinite.add_((~finite).sum())
         if self.counts is not None:
@@ -128,23 +108,8 @@ class Observer(nn.Module):
     @torch.no_grad()
     def range(self) -> Tensor:
         """[low, high], float32, with low ≤ 0 ≤ high."""
-        if self.method == "percentile":
-            return self._percentiles()
         whole = torch.stack([self.low, self.high])
         return self._least_squared_error(whole) if self.method == "squared_error" else whole
-
-    def _percentiles(self) -> Tensor:
-        assert self.counts is not None
-        positive, negative = self.counts.view(2, -1)
-        left_out = self.counts.sum().double() * (100 - self.percentile) / 100
-        ends = []
-        for own, other, end in ((positive, negative, self.high), (negative, positive, -self.low)):
-            # from the largest magnitude of this sign down, and on to the smallest of the other sign
-            beyond = torch.cat([own.flip(0), other]).cumsum(0)
-            at = torch.searchsorted(beyond.double(), left_out, right=True)
-            upper_edge = _values_of((own.numel() - at).clamp(min=0) << _HIDDEN_BITS)
-            ends.append(torch.where(at < own.numel(), torch.minimum(upper_edge, end), 0.0))
-        return torch.stack([-ends[1], ends[0]])
 
     def _least_squared_error(self, whole: Tensor) -> Tensor:
         assert self.counts is not None
@@ -186,18 +151,12 @@ def sum_over_ranks(observers: list[Observer], group: dist.ProcessGroup) -> None:
         return
     first = observers[0].low
     own = [torch.stack([-o.low, o.high]).to(first) for o in observers]
-    extremes = torch.stack(own).double()
+    extremes = torch.stack(own)
     integers = [o.batches.view(1) for o in observers] + [o.nonfinite.view(1) for o in observers]
     integers += [o.counts for o in observers if o.counts is not None]
     sums = torch.cat([t.to(first.device) for t in integers])
-    if observers[0].method == "moving_average":  # each rank counts by its batches
-        extremes *= sums[: len(own), None]
-        dist.all_reduce(extremes, group=group)
-    else:
-        dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
+    dist.all_reduce(extremes, dist.ReduceOp.MAX, group=group)
     dist.all_reduce(sums, group=group)
-    if observers[0].method == "moving_average":
-        extremes /= sums[: len(own), None].clamp(min=1)
     batches, nonfinite, counts = sums.split([len(own), len(own), len(sums) - 2 * len(own)])
     for i, observer in enumerate(observers):
         observer.low.copy_(-extremes[i, 0])

@@ -312,25 +312,13 @@ def test_the_context_form_stays() -> None:
             r"cache is 'folder'; accepted: a device, None, or a folder that exists, as a pathlib",
         ),
         ({"method": "best"}, "unknown method 'best'; accepted: 'minmax'"),
-        ({"percentile": 5}, "percentile must be above 50"),
         ({"device": "cuda"}, "device: for a folder alone"),
-        (
-            {"percentile": 99.0},
-            "percentile is for method='percentile', got 99.0 beside 'squared_error'",
-        ),
-        (
-            {"method": "percentile", "percentile": 99},
-            "method and percentile: for static activations, which no",
-        ),
         ({"method": "minmax"}, "method: for static activations, which no weight's scheme has"),
         ({"lossy": True}, "lossy says what a format may lose"),
         ({"cache": None, "blocks": iter([])}, "cache: for hidden states between blocks"),
         ({"batches": None, "cache": "meta"}, "cache: not read without"),
         ({"batches": None, "blocks": []}, "blocks: not read without"),
-        (
-            {"batches": None, "method": "percentile", "percentile": 99},
-            "method, percentile: not read without",
-        ),
+        ({"batches": None, "method": "minmax"}, "method: not read without"),
     ],
 )
 def test_options_that_nothing_would_read_are_refused(options: dict, message: str) -> None:

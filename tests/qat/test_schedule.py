@@ -226,8 +226,6 @@ def test_a_choice_of_the_user_survives_a_stage() -> None:
         ({"freeze_scales": -2}, "freeze_scales must be"),
         ({"freeze_observers": -2}, "freeze_observers must be"),
         ({"freeze_observers": 3, "method": "max"}, "unknown method 'max'; accepted: 'minmax'"),
-        ({"freeze_observers": 3, "method": "percentile", "percentile": 0.1}, "percentile must be"),
-        ({"method": "percentile", "percentile": "99"}, "percentile must be above 50"),
         ({"method": "minmax"}, "'minmax'.* without freeze_observers there are none"),
         ({"freeze_scales": 3}, "freeze_scales=3, but no scale is learned"),
     ],

@@ -24,10 +24,10 @@ from lowbit.inference.calibration.batches import Batches, usable_batches
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run, given_ranges
+from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
-from lowbit.tracing.observer import Method, check_range
+from lowbit.tracing.observer import Method, check_method
 
 _OF_EXPORT = ("format", "lossy", "overwrite", "max_shard_size")
 """The options of `lowbit.export` that a folder's calibration takes. The first two are for a module, too."""
@@ -47,7 +47,6 @@ def calibrate(
     filter_fn: Filter | None = None,
     *,
     method: Method = ...,
-    percentile: float = ...,
     group: dist.ProcessGroup | None = ...,
 ) -> Ranges: ...
 @overload
@@ -61,7 +60,6 @@ def calibrate(
     blocks: Iterable[nn.Module] | None = ...,
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
-    percentile: float = ...,
     group: dist.ProcessGroup | None = ...,
     format: str = ...,
     lossy: bool = ...,
@@ -89,7 +87,6 @@ def calibrate(
     steps: Sequence[Step] | None = ...,
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
-    percentile: float = ...,
     group: dist.ProcessGroup | None = ...,
     **writing: Any,
 ) -> CalibrationReport: ...
@@ -103,7 +100,6 @@ def calibrate(
     blocks: Iterable[nn.Module] | None = None,
     cache: torch.device | str | os.PathLike[str] | None = "cpu",
     method: Method = "squared_error",
-    percentile: float = 99.99,
     group: dist.ProcessGroup | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
@@ -148,7 +144,7 @@ def calibrate(
             model as one block. A folder's are always found.
         cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie; None: where the
             model makes them.
-        method, percentile: how static ranges are chosen (`lowbit.calibration.calibrate`).
+        method: how static ranges are chosen (`lowbit.calibration.calibrate`).
         group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
             the model in the memory of each, or with one folder and one `out` that all of them see, and get the same
             model. None: this process alone, also where torch.distributed is initialized; in the context the default
@@ -176,7 +172,7 @@ def calibrate(
             with `format`, as far as names, shapes, schemes and config tell, before the first batch; finished blocks
             beside `out` of a call with other arguments.
     """
-    check_range(method, percentile)
+    check_method(method)
     without_data = batches is None and steps is not None
     if (batches is None and not without_data) or callable(batches):
         if isinstance(model, str | os.PathLike):
@@ -184,9 +180,7 @@ def calibrate(
         _check_context(batches, filter_fn, steps, blocks)
         _check_read(out, device, cache, writing)
         own = filter_fn if batches is None else batches
-        return observed.calibrate(
-            model, scheme, own, method=method, percentile=percentile, group=group
-        )
+        return observed.calibrate(model, scheme, own, method=method, group=group)
     if group is not None and without_data:
         raise ValueError(
             "group is for batches that the processes share; accepted: calibrate(model, scheme, batches, group=…), or "
@@ -196,24 +190,24 @@ def calibrate(
     if scheme is None:
         raise TypeError("scheme must be a Scheme or a dict of patterns, got None")
     chosen = checked_steps([GPTQ()] if steps is None else steps)
-    place, ranges = _cache(cache), (method, percentile)
+    place = _cache(cache)
     if isinstance(model, str | os.PathLike):
         out = _checked_out(out, blocks, writing)
-        _check_of_data(without_data, blocks, cache, ranges)
+        _check_of_data(without_data, blocks, cache, method)
         from lowbit.inference.calibration.large import calibrate_folder  # imports all formats
 
         with ranks.together():
             return calibrate_folder(
-                *(model, scheme, batches, filter_fn, chosen, ranges, place, device, out, writing),
+                *(model, scheme, batches, filter_fn, chosen, method, place, device, out, writing),
                 ranks,
             )
     check_module(model)
     _check_writing(out, device, writing)
     blocks = blocks if blocks is None else list(blocks)
-    _check_of_data(without_data, blocks, cache, ranges)
+    _check_of_data(without_data, blocks, cache, method)
     with ranks.together():
         usable = Batches() if batches is None else usable_batches(model, batches, ranks)
-        run = _run(model, scheme, filter_fn, chosen, usable, ranges, **writing)
+        run = _run(model, scheme, filter_fn, chosen, usable, method, **writing)
         if without_data:
             run.check_without_data()
         return run.quantize([] if without_data else blocks, place)
@@ -225,16 +219,16 @@ def _run(
     filter_fn: Filter | None,
     steps: list[Step],
     batches: Batches,
-    ranges: tuple[Method, float],
+    method: Method,
     format: str | None = None,
     lossy: bool = False,
 ) -> Run:
     """The calibration of a module, which will be written in `format` unless that is None."""
     if format is None:
-        return Run(model, scheme, filter_fn, steps, batches, ranges)
+        return Run(model, scheme, filter_fn, steps, batches, method)
     from lowbit.formats.writing import on_grid  # imports all formats
 
-    run = Run(model, on_grid(format, scheme, lossy), filter_fn, steps, batches, ranges)
+    run = Run(model, on_grid(format, scheme, lossy), filter_fn, steps, batches, method)
     run.check_export(format, lossy)
     return run
 
@@ -280,17 +274,17 @@ def _check_read(out: Any, device: Any, cache: Any, writing: dict[str, Any]) -> N
     given = {"out": out is not None, "device": str(device) != "cpu", "cache": str(cache) != "cpu"}
     if unread := [*(name for name, is_given in given.items() if is_given), *sorted(writing)]:
         raise TypeError(
-            f"{', '.join(unread)}: not read by `with lowbit.calibrate(model, scheme):`, which takes filter_fn, method, "
-            "percentile and group; with batches or steps=… the call quantizes the model"
+            f"{', '.join(unread)}: not read by `with lowbit.calibrate(model, scheme):`, which takes filter_fn, method "
+            "and group; with batches or steps=… the call quantizes the model"
         )
 
 
-def _check_of_data(without_data: bool, blocks: Any, cache: Any, ranges: tuple[Any, float]) -> None:
+def _check_of_data(without_data: bool, blocks: Any, cache: Any, method: Method) -> None:
     """Raise TypeError for options on data that are not read."""
     given = {
         "blocks": without_data and blocks is not None,
         "cache": (without_data or blocks == []) and str(cache) != "cpu",
-        **dict.fromkeys(given_ranges(ranges), without_data),
+        "method": without_data and method != "squared_error",
     }
     if unread := [name for name, is_given in given.items() if is_given]:
         why = "not read without batches; accepted: calibrate(model, scheme, batches, …)"

@@ -45,7 +45,7 @@ def calibrate_folder(
     batches: Any,
     filter_fn: Filter | None,
     steps: Sequence[Step],
-    ranges: tuple[Method, float],
+    method: Method,
     cache: Cache,
     device: str | torch.device,
     out: str | PathLike[str],
@@ -67,7 +67,7 @@ def calibrate_folder(
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
     usable = Batches() if batches is None else usable_batches(source.model, batches, ranks)
     memory = Streamed(source)
-    run = Run(source.model, on_grid, choice, steps, usable, ranges, memory)
+    run = Run(source.model, on_grid, choice, steps, usable, method, memory)
     format = writing.get("format") or default_format(path)
     run.check_export(format, writing.get("lossy", False), source.folder)
     chain = chain_of(source.model, run.targets)
@@ -236,7 +236,7 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
         "scheme": schemes,
         "list of steps": [str(step) for step in steps],
         "list of batches": batches,
-        "choice of ranges": run.ranges,
+        "choice of ranges": run.method,
         "kind of device": source.device.type,
     }
     ranks = run.batches.ranks

@@ -47,18 +47,10 @@ from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
 from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
 from lowbit.tracing.batches import call, eval_mode, output_tensor, uncached_autocast
 from lowbit.tracing.block_inputs import forward_of
-from lowbit.tracing.observer import PERCENTILE, Method
+from lowbit.tracing.observer import Method
 
 if TYPE_CHECKING:
     from lowbit.formats.folder import Folder
-
-
-def given_ranges(ranges: tuple[Method, float]) -> list[str]:
-    """The names of the options of static ranges that are not the defaults."""
-    defaults = {"method": "squared_error", "percentile": PERCENTILE}
-    return [
-        name for (name, own), given in zip(defaults.items(), ranges, strict=True) if given != own
-    ]
 
 
 class Run:
@@ -68,14 +60,15 @@ class Run:
         model, scheme, filter_fn: those of `find_targets`.
         steps: in their order.
         batches: those of this process.
-        ranges: how static ranges are chosen: method and percentile.
+        method: how static ranges are chosen.
         memory: brings weights into memory.
         starts: by name, the low-bit weights whose new values stand in the model; they get the results.
         reference: gives the outputs for a batch, by its number, that learning over the model aims at; None: those of
             the model in high precision.
 
-    Raises what `find_targets` raises, and ValueError for steps in another order, schemes that no step searches, ranges
-    that no scheme has, steps that do not run in several processes, and processes that differ in more than batches.
+    Raises what `find_targets` raises, and ValueError for steps in another order, schemes that no step searches, a
+    `method` without static activations, steps that do not run in several processes, and processes that differ in more
+    than batches.
     """
 
     def __init__(
@@ -85,12 +78,12 @@ class Run:
         filter_fn: Filter | Choice | None,
         steps: Sequence[Step],
         batches: Batches,
-        ranges: tuple[Method, float],
+        method: Method,
         memory: Memory | None = None,
         starts: Mapping[str, Start] | None = None,
         reference: Callable[[int], Any] | None = None,
     ) -> None:
-        self.model, self.batches, self.ranges = model, batches, ranges
+        self.model, self.batches, self.method = model, batches, method
         self.starts, self.reference = starts or {}, reference
         self.memory = Memory() if memory is None else memory
         self.steps = [s for s in steps if not isinstance(s, LearnedRounding)]
@@ -120,11 +113,11 @@ class Run:
         listed = [(t.fqn, tuple(t.weight.shape), str(t.scheme)) for t in self.targets]
         given = {"weights or schemes": listed, "steps": [str(step) for step in steps]}
         in_memory = model if memory is None else None
-        batches.ranks.begin(in_memory, given | {"choice of ranges": ranges})
-        names = given_ranges(ranges)
-        if names and not any(target.scheme.is_static for target in self.targets):
+        batches.ranks.begin(in_memory, given | {"choice of ranges": method})
+        has_static = any(target.scheme.is_static for target in self.targets)
+        if method != "squared_error" and not has_static:
             raise ValueError(
-                f"{' and '.join(names)}: for static activations, which no weight's scheme has; accepted: none, or e.g. "
+                "method: for static activations, which no weight's scheme has; accepted: none, or e.g. "
                 "lowbit.Int8StaticActivationInt8Weight()"
             )
         self.report = CalibrationReport(entries=found.entries)
@@ -279,7 +272,7 @@ class Run:
             return
         with eval_mode(self.model), torch.no_grad():
             found = observed.layers_of(targets)
-            with observed.observing(self.model, found, *self.ranges, batches.ranks.group):
+            with observed.observing(self.model, found, self.method, batches.ranks.group):
                 for batch in batches:
                     call(self.model, batch)
                 batches.ranks.gathered(None)

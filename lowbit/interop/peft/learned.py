@@ -87,7 +87,7 @@ class Learned:
                 plain = s.values.to(s.held.dtype)
                 s.put(nn.Parameter(plain, requires_grad=False))
             run = Run(
-                *(self.model, schemes, None, self.steps, self.batches, ("squared_error", 99.99)),
+                *(self.model, schemes, None, self.steps, self.batches, "squared_error"),
                 starts=starts,
                 reference=self._reference,
             )
