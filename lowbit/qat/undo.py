@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from torch import nn
 
-from lowbit.convert import Report, Target, check_module, modules_of, replace_weights
+from lowbit.convert import Report, check_module, modules_of, replace_weights
 from lowbit.layers.prepared import make_plain
-from lowbit.qat.exchange import prepared_targets
+from lowbit.qat.exchange import plain_weight, prepared_targets
 from lowbit.qat.lora import multiply_as_before
 from lowbit.tensor.core.regather import reshard
-from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 
 
 def undo_(model: nn.Module) -> Report:
@@ -34,12 +33,9 @@ def undo_(model: nn.Module) -> Report:
             "weights for those of other kinds"
         )
     modules = modules_of(targets)
-    report = replace_weights(targets, Report(), _plain, trainable=True, note="plain again")
+    report = replace_weights(
+        targets, Report(), lambda t: plain_weight(t.weight), trainable=True, note="plain again"
+    )
     multiply_as_before(model.modules())
     make_plain(model, modules)
     return report.count(model)
-
-
-def _plain(target: Target) -> Tensor:
-    assert isinstance(target.weight, FakeQuantizedTensor)
-    return target.weight.master().detach().to(target.weight.dtype)

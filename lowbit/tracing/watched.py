@@ -93,7 +93,7 @@ def _hooked(model: nn.Module, thread: ThreadState, mode: TorchFunctionMode) -> I
 
 _MATMULS = (
     *(torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.mm, Tensor.mm, torch.bmm, Tensor.bmm),
-    *(torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm)),
+    *(torch._grouped_mm, F.grouped_mm),
 )
 _ADDMMS = (torch.addmm, Tensor.addmm)
 _OPERANDS: dict[Any, tuple[tuple[int, str], tuple[int, str]]] = {

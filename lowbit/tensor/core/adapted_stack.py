@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 from lowbit.linear.frozen.adapted_experts import MULTIPLE, adapted_product
 from lowbit.linear.frozen.checks import refuse_transforms
 
-GROUPED = (torch._grouped_mm, getattr(F, "grouped_mm", torch._grouped_mm))
+GROUPED = (torch._grouped_mm, F.grouped_mm)
 """torch's products of experts."""
 _Own = torch._C.DisableTorchFunctionSubclass
 _TRANSPOSES = {torch.transpose, Tensor.transpose, torch.swapaxes, Tensor.swapaxes}
