@@ -26,7 +26,6 @@ from lowbit.numerics.learned_scales import (
     gradients,
     qparams,
     rate_of,
-    steps_of,
 )
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
@@ -207,20 +206,17 @@ def learned_gradients(
     x: Tensor,
     spec: Spec,
     parameters: Qparams,
-    constant_codes: bool = False,
     found: Qparams | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x [..., K] and of the parameters of its scales and zero points, from that of its rounded values.
 
-    They follow `lowbit.numerics.learned_scales`, as do `parameters` and `constant_codes`. `found`: the scale and zero
+    They follow `lowbit.numerics.learned_scales`, as do `parameters`. `found`: the scale and zero
     point of `parameters`, where they were computed before.
     """
     scale_parameter, zero_parameter = parameters
     scale, zero_point = found or qparams(spec, scale_parameter, zero_parameter)
     if not runs(spec, x, in_backward=True):
         codes, residual = codes_and_residual(x, spec, scale, zero_point)
-        if constant_codes:
-            residual = steps_of(codes, spec, zero_point)
         return gradients(grad, codes, residual, spec, scale_parameter, zero_parameter)
     blocks, zeros = _in_blocks((scale, zero_point))
     assert blocks is not None
@@ -231,7 +227,6 @@ def learned_gradients(
         zeros,
         grid_name=_grid_name(spec),
         group_size=spec.block_size(x.shape)[-1],
-        constant_codes=constant_codes,
     )
     grad_scale = (of_scale.view(scale.shape) * rate_of(spec)).to(scale_parameter.dtype)
     grad_zero = None
@@ -287,18 +282,15 @@ class _LearnedFakeQuantize(torch.autograd.Function):
     """Keeps its arguments alone."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec, constant_codes: bool
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec) -> Tensor:
         ctx.save_for_backward(x, scale, zero)
-        ctx.spec, ctx.constant_codes = spec, constant_codes
+        ctx.spec = spec
         return rounded_by(x, spec, qparams(spec, scale, zero), x.dtype).detach()
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, *parameters = ctx.saved_tensors
-        found = learned_gradients(grads[0], x, ctx.spec, tuple(parameters), ctx.constant_codes)
-        return *found, None, None
+        return *learned_gradients(grads[0], x, ctx.spec, tuple(parameters)), None
 
 
 def fake_quantize(
@@ -313,11 +305,9 @@ def fake_quantize(
     return StraightThrough.apply(x, values, inside.mask, inside.rule)
 
 
-def learned_fake_quantize(
-    x: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec, constant_codes: bool = False
-) -> Tensor:
+def learned_fake_quantize(x: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec) -> Tensor:
     """`lowbit.numerics.learned_scales.learned_fake_quantize`: the same values to the bit, and gradients of scales up to
     the order of their sums."""
     if not runs(spec, x) or x.numel() == 0:
-        return learned_scales.learned_fake_quantize(x, scale, zero, spec, constant_codes)
-    return _LearnedFakeQuantize.apply(x, scale, zero, spec, constant_codes)
+        return learned_scales.learned_fake_quantize(x, scale, zero, spec)
+    return _LearnedFakeQuantize.apply(x, scale, zero, spec)

@@ -54,14 +54,12 @@ class Rounding:
         weight: the spec of the weight.
         scale_dtype: of its scales, where they are computed from it.
         activation: the spec of the input; None where it is not rounded.
-        constant_codes: the gradient of learned scales is that of constant codes.
         absolute: learned scales do not follow the weight.
     """
 
     weight: Spec
     scale_dtype: torch.dtype
     activation: Spec | None = None
-    constant_codes: bool = False
     absolute: bool = False
 
     def output(
@@ -194,9 +192,7 @@ class Rounding:
         scale, zero, _ = scales
         assert scale is not None
         by, unit = found or self.found(weight, scales)
-        grad, *own = fused_rounding.learned_gradients(
-            grad, weight, self.weight, (scale, zero), self.constant_codes, by
-        )
+        grad, *own = fused_rounding.learned_gradients(grad, weight, self.weight, (scale, zero), by)
         return grad, *(own if unit is None else of_factors(own, unit))  # type: ignore[return-value]
 
     def differentiable(self, weight: Any, scales: Sequence[Tensor | None]) -> Tensor:
@@ -206,7 +202,7 @@ class Rounding:
             return fake_quantize(weight, self.weight, self.scale_dtype, joint)
         if not self.absolute:
             scale, zero = following(scale, zero, self._present(weight, scale, joint))
-        return learned_fake_quantize(weight, scale, zero, self.weight, self.constant_codes)
+        return learned_fake_quantize(weight, scale, zero, self.weight)
 
     def runs_in_graphs(self, weight: Any) -> bool:
         """True if graphs of torch.compile can round the weight again in their backward pass."""
@@ -255,7 +251,7 @@ def rounding_of(weight: Any, dtype: torch.dtype) -> Rounding:
     scale_dtype = spec.scale_dtype_for(dtype)
     kind = RoundingOfGathered if weight.is_gathered else Rounding
     by = weight.quantizer
-    return kind(spec, scale_dtype, weight.input_spec, by.constant_codes, by.absolute)
+    return kind(spec, scale_dtype, weight.input_spec, by.absolute)
 
 
 def rounded_linear(

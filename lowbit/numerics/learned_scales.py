@@ -6,9 +6,6 @@
     ∂ŵ/∂s = (ŵ − w)/s within the range, else the code at its end, counted from that of z
     ∂ŵ/∂z = 0 within the range, else 1
 
-Where scales train alone, from weights on the grid (`lowbit.qat.freeze_codes_`), codes are constants. Then ∂ŵ/∂s within
-the range is (ŵ − z)/s where z is a value, and ŵ/s elsewhere.
-
 s is the scale of a block. z is the value that its zero point stands for: −zero_point · s for mappings with an integer
 zero point, which is rounded; the zero point itself for "float_zero_point"; 0 for mappings that have none to choose.
 Sources: LSQ (arXiv 1902.08153) for s, LSQ+ (arXiv 2004.09576) for z; ParetoQ (arXiv 2502.02631) uses the same rules at
@@ -217,7 +214,6 @@ def learned_fake_quantize(
     scale_parameter: Tensor,
     zero_parameter: Tensor | None,
     spec: Spec,
-    constant_codes: bool = False,
 ) -> Tensor:
     """ŵ in `weight`'s shape and dtype, differentiable in the weight and in the parameters.
 
@@ -228,11 +224,8 @@ def learned_fake_quantize(
         weight: [N, K] or [E, N, K], or an input of any shape.
         scale_parameter, zero_parameter: as `parameters_for` gives them.
         spec: how the weight is quantized.
-        constant_codes: True where scales train alone: see the module.
     """
-    return _LearnedFakeQuantize.apply(
-        weight, scale_parameter, zero_parameter, spec, constant_codes, True
-    )
+    return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, True)
 
 
 def with_gradients_of(
@@ -240,13 +233,10 @@ def with_gradients_of(
     scale_parameter: Tensor,
     zero_parameter: Tensor | None,
     spec: Spec,
-    constant_codes: bool = False,
 ) -> Tensor:
     """The values of `weight` with the gradients of `learned_fake_quantize`, for a product that has the codes.
     Args: those of `learned_fake_quantize`."""
-    return _LearnedFakeQuantize.apply(
-        weight, scale_parameter, zero_parameter, spec, constant_codes, False
-    )
+    return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, False)
 
 
 def _parts(weight: Tensor, spec: Spec) -> list[slice]:
@@ -269,11 +259,10 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         scale: Tensor,
         zero: Tensor | None,
         spec: Spec,
-        constant_codes: bool,
         rounds: bool,
     ) -> Tensor:
         ctx.save_for_backward(weight, scale, zero)
-        ctx.spec, ctx.constant_codes, ctx.rounds = spec, constant_codes, rounds
+        ctx.spec, ctx.rounds = spec, rounds
         if not rounds:
             return weight.view_as(weight)
         scale, zero_point = qparams(spec, scale, zero)
@@ -293,9 +282,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         return values
 
     @staticmethod
-    def backward(
-        ctx: Any, *grads: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor | None, None, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None, None]:
         weight, scale_parameter, zero_parameter = ctx.saved_tensors
         spec, grad = ctx.spec, grads[0]
         again = scale_parameter if ctx.rounds else computed_again(scale_parameter)
@@ -304,13 +291,11 @@ class _LearnedFakeQuantize(torch.autograd.Function):
         def found(part: slice) -> tuple[Tensor, Tensor, Tensor | None]:
             own, zero = (None if t is None else t[part] for t in (zero_point, zero_parameter))
             codes, residual = codes_and_residual(weight[part], spec, scale[part], own)
-            if ctx.constant_codes:
-                residual = steps_of(codes, spec, own)
             return gradients(grad[part], codes, residual, spec, scale_parameter[part], zero)
 
         parts = _parts(weight, spec)
         if len(parts) == 1:
-            return *found(parts[0]), None, None, None
+            return *found(parts[0]), None, None
         grad_weight = torch.empty_like(grad, memory_format=torch.contiguous_format)
         of_scales, of_zeros = [], []
         for part in parts:
@@ -318,7 +303,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
             of_scales.append(of_scale)
             of_zeros += [] if of_zero is None else [of_zero]
         of_zero = torch.cat(of_zeros) if of_zeros else None
-        return grad_weight, torch.cat(of_scales), of_zero, None, None, None
+        return grad_weight, torch.cat(of_scales), of_zero, None, None
 
 
 def codes_and_residual(
@@ -330,18 +315,6 @@ def codes_and_residual(
     block = spec.block_size(codes.shape)
     distance = _in_blocks(values - spec.pad(weight).float(), block)
     return codes, distance.div(_spread(scale)).view(codes.shape)
-
-
-def steps_of(codes: Tensor, spec: Spec, zero_point: Tensor | None) -> Tensor:
-    """∂ŵ/∂s within the range where codes are constants: the steps of size s from z to ŵ, float32.
-
-    `gradients` takes them in place of the residual."""
-    if zero_point is None:
-        return codes.float()
-    if spec.zero_point_is_value:
-        return codes.float() - _code_of_z(spec)
-    block = spec.block_size(codes.shape)
-    return _in_blocks(codes.float(), block).sub(_spread(zero_point)).view(codes.shape)
 
 
 def gradients(

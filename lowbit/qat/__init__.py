@@ -2,7 +2,6 @@
 
 from lowbit.convert import Report
 from lowbit.numerics.divergence import distillation_loss
-from lowbit.qat.codes import freeze_codes_
 from lowbit.qat.qat import convert_, prepare_
 from lowbit.qat.scales import parameter_groups, search_scales_
 from lowbit.qat.schedule import Schedule
@@ -22,7 +21,6 @@ __all__ = [
     "disable_",
     "distillation_loss",
     "enable_",
-    "freeze_codes_",
     "high_precision",
     "parameter_groups",
     "prepare_",

@@ -16,7 +16,6 @@ from lowbit.layers.exchange import Held
 from lowbit.layers.stand_in import without
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
-from lowbit.tensor.trained.learned_scales import is_learned, scales_of
 
 
 def prepared_targets(
@@ -68,11 +67,3 @@ def in_high_precision(targets: Iterable[Target]) -> list[Held]:
             kind = without(type(owner.module)) if held is None else held.kind
             made[id(owner.module)] = Held(owner.module, kind, {**own, owner.attribute: plain})
     return list(made.values())
-
-
-def learned_scales(target: Target) -> tuple[Tensor, Tensor | None] | None:
-    """Scales and zero points of a weight that has parameters for them."""
-    if not is_learned(target.weight):
-        return None
-    module, attribute, _ = target.owners[0]
-    return scales_of(module, attribute)

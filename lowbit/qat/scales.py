@@ -84,7 +84,7 @@ def search_scales_(
     A search finds the least squared error of the weights, with which the model may lose more than with scales that the
     largest values give. With `batches`, which training does not see, both are measured, and the better ones stay. Call
     this also where weights came another way: initialised after `to_empty`, or read by torch.distributed.checkpoint.
-    Parameters stay, and so do optimizers. Weights whose scales train alone (`freeze_codes_`) are left as they are.
+    Parameters stay, and so do optimizers.
 
     Args:
         model: prepared with `scales="learned"`. If it is sharded, every rank calls this, without batches.
@@ -135,7 +135,7 @@ def start_scales_(model: nn.Module, searched: bool | None = None) -> None:
     for (module, name, fqn), *_ in find_owners(model).values():
         weight = module._parameters[name]
         own = held_locally(weight)
-        if not is_learned(own) or own.quantizer.constant_codes:
+        if not is_learned(own):
             continue
         if own.is_meta:
             raise ValueError(

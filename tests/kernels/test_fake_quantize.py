@@ -194,14 +194,13 @@ def _interpreted_inputs(case: Case) -> list[Tensor]:
 
 
 def _gradients_agree(case: Case, device: str = "cpu") -> bool:
-    for constant_codes in (False, True):
-        arguments = gradient_arguments(case, device, constant_codes)
-        found, wanted = GRADIENTS(*arguments), fake_quantize_gradients.reference(*arguments)
-        if not equal_bits(found[0].cpu(), wanted[0].cpu()):
+    arguments = gradient_arguments(case, device)
+    found, wanted = GRADIENTS(*arguments), fake_quantize_gradients.reference(*arguments)
+    if not equal_bits(found[0].cpu(), wanted[0].cpu()):
+        return False
+    for a, b in zip(found[1:], wanted[1:], strict=True):
+        if not torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())):
             return False
-        for a, b in zip(found[1:], wanted[1:], strict=True):
-            if not torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())):
-                return False
     x, _, grad = case.x(device), None, torch.randn_like(case.x(device))
     _, bits = OP(x, *case.arguments(device)[1:])
     kept = unpack_inside(bits, case.group_size, case.columns)
@@ -209,7 +208,7 @@ def _gradients_agree(case: Case, device: str = "cpu") -> bool:
     return torch.equal(zero_outside(grad, bits, case.group_size), wanted)
 
 
-def gradient_arguments(case: Case, device: str = "cpu", constant_codes: bool = False) -> tuple:
+def gradient_arguments(case: Case, device: str = "cpu") -> tuple:
     """Scales are smaller than the values ask for, and of either sign, so that some codes clip."""
     x = case.x(device)
     _, _, scale, zero_point = expected(x, case)
@@ -219,7 +218,7 @@ def gradient_arguments(case: Case, device: str = "cpu", constant_codes: bool = F
     if case.spec.mapping == "half_integer":
         zero_point = scale * 0.5
     grad = torch.randn_like(x.float()).to(case.dtype)
-    return (grad, x, scale, zero_point, case.group_size, case.grid.name, constant_codes)
+    return (grad, x, scale, zero_point, case.group_size, case.grid.name)
 
 
 @pytest.fixture(scope="module")
@@ -244,9 +243,8 @@ def test_operators_are_registered_well(case: Case) -> None:
 
 
 @pytest.mark.cover("values")
-@pytest.mark.parametrize("constant_codes", [False, True])
 @pytest.mark.parametrize("case", [c for c in EXACT if "groups" in c.name], ids=lambda c: c.name)
-def test_gradients_are_those_of_learned_scales(case: Case, constant_codes: bool) -> None:
+def test_gradients_are_those_of_learned_scales(case: Case) -> None:
     grad, x, scale, zero_point, *_ = gradient_arguments(case)
     zero = None
     if learns_zero(case.spec):
@@ -256,7 +254,7 @@ def test_gradients_are_those_of_learned_scales(case: Case, constant_codes: bool)
     rate = rate_of(case.spec)
     parameter = (scale.float() / rate).requires_grad_()
     own = x.float().requires_grad_()
-    values = learned_fake_quantize(own, parameter, zero, case.spec, constant_codes)
+    values = learned_fake_quantize(own, parameter, zero, case.spec)
     values.backward(grad.float())
     found = fake_quantize_gradients(
         grad.float(),
@@ -265,7 +263,6 @@ def test_gradients_are_those_of_learned_scales(case: Case, constant_codes: bool)
         zero_point,
         grid_name=case.grid.name,
         group_size=case.group_size,
-        constant_codes=constant_codes,
     )
     torch.testing.assert_close(found[0], own.grad, rtol=0, atol=0)
     torch.testing.assert_close(found[1] * rate, parameter.grad, rtol=1e-4, atol=1e-4)

@@ -33,8 +33,7 @@ The gradients for given parameters are those of ``lowbit.numerics.learned_scales
     grad_zero  = sum over the block of g where not inside
 
 c is the code of z, the value that the zero point stands for: 0 for float8 and "asymmetric", mid - 1/2 for
-"half_integer", otherwise mid. With constant codes, the factor inside is the number of steps from z to the value.
-The sums are float32 and deterministic.
+"half_integer", otherwise mid. The sums are float32 and deterministic.
 
 `fake_quantize_descent` is a step of sign descent on x, on the parameter p of the scale, and on the parameter q of the
 value that the zero point stands for (`lowbit.numerics.learned_scales`):
@@ -48,8 +47,6 @@ element once. It reads longer blocks twice. On a CPU, PyTorch's operations run.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -185,14 +182,12 @@ def fake_quantize_gradients(
     *,
     group_size: int,
     grid_name: str,
-    constant_codes: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """grad_x in the dtype of `grad`, and grad_scale and grad_zero, float32 [R, ceil(C / G)]; see the module.
 
     Args:
         grad: gradient of the values, float32, bfloat16 or float16 [R, C].
         x, scale, zero_point, group_size, grid_name: as given to `fake_quantize`.
-        constant_codes: whether grad_scale is that of constant codes.
 
     Raises:
         TypeError, ValueError: as `fake_quantize`.
@@ -201,8 +196,6 @@ def fake_quantize_gradients(
     blocks, wide = _blocks(x, group_size), _blocks(grad, group_size)
     codes, inside, values = _rounded_blocks(blocks, scale, zero_point, grid)
     factor = (values - blocks) / scale.float().unsqueeze(-1)
-    if constant_codes:
-        factor = codes - _code_of_z(grid, zero_point)
     factor = torch.where(inside, factor, codes.clamp(grid.low, grid.high) - grid.code_of_z)
     columns = grad.shape[1]
     return (
@@ -304,14 +297,6 @@ def _of_parameters(
 
 def _no_zero(x: Tensor) -> Tensor:
     return x.new_empty(0, dtype=torch.int8)
-
-
-def _code_of_z(grid: Grid, zero_point: Tensor | None) -> Any:
-    """`Grid.code_of_z`, but that of zero itself where zero points are codes."""
-    if grid.zero == CODE:
-        assert zero_point is not None
-        return zero_point.float().unsqueeze(-1)
-    return grid.code_of_z
 
 
 def _blocks(x: Tensor, group_size: int) -> Tensor:
@@ -439,15 +424,13 @@ def _results(x: Tensor, group_size: int, dtype: torch.dtype, inside: bool) -> tu
 
 @fake_quantize_gradients.kernel
 def _launch_gradients(
-    grad, x, scale, zero_point, group_size, grid_name, constant_codes
+    grad, x, scale, zero_point, group_size, grid_name
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     grid = Grid.named(grid_name)
     if not _runs_triton(x, grid, group_size):
         return None
     ran("fake_quantize_gradients", "triton")
-    return fake_quantize_triton.gradients(
-        grad, x, scale, zero_point, group_size, grid, constant_codes
-    )
+    return fake_quantize_triton.gradients(grad, x, scale, zero_point, group_size, grid)
 
 
 @fake_quantize_descent.kernel

@@ -276,7 +276,6 @@ def _gradients(
     total,
     grad_stride,
     stride,
-    CONSTANT: tl.constexpr,
     CODE_OF_Z: tl.constexpr,
     ZERO: tl.constexpr,
     FLOAT8: tl.constexpr,
@@ -297,12 +296,9 @@ def _gradients(
         values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
         at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
         g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
-        code, inside, own, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
-        if CONSTANT:  # noqa: SIM108, a condition of the compiler
-            factor = code - z[:, None] if ZERO == 1 else code - CODE_OF_Z
-        else:
-            factor = (value - values) / s[:, None]
-        of_scale += g * tl.where(inside, factor, own - CODE_OF_Z)
+        _, inside, own, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+        distance = (value - values) / s[:, None]
+        of_scale += g * tl.where(inside, distance, own - CODE_OF_Z)
         of_zero += tl.where(inside, 0.0, g)
         to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
         kept = tl.where(inside, g, 0.0)
@@ -436,9 +432,7 @@ def codes(
     return out, scale.to(scale_dtype), zero if zero_dtype is None else zero.to(zero_dtype)
 
 
-def gradients(
-    grad, x, scale, zero_point, group_size, grid, constant_codes
-) -> tuple[Tensor, Tensor, Tensor]:
+def gradients(grad, x, scale, zero_point, group_size, grid) -> tuple[Tensor, Tensor, Tensor]:
     """``lowbit::fake_quantize_gradients``; the arguments have been checked, R and C are > 0."""
     rows, columns = x.shape
     groups = -(-columns // group_size)
@@ -463,7 +457,6 @@ def gradients(
             *(columns, groups, rows * groups, grad.stride(0), x.stride(0)),
         ),
         {
-            "CONSTANT": constant_codes,
             "CODE_OF_Z": float(grid.code_of_z),
             "GROUP": group_size,
             **_constants(grid),

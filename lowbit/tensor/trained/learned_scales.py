@@ -41,8 +41,8 @@ from lowbit.tensor.core import Gather, LowbitTensor, Wire, local, rounding_input
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.quantizers import PRESENT, Quantizer, Scales
 
-_CONSTANT, _ABSOLUTE = "constant_codes", "absolute_scales"
-"""The keys of the fields in the description of a weight."""
+_ABSOLUTE = "absolute_scales"
+"""The key of `absolute` in the description of a weight."""
 SCALE, ZERO = "_scale", "_zero"
 """The ends of the names of the parameters beside a weight, after the weight's own name."""
 
@@ -52,11 +52,8 @@ class LearnedScales(Quantizer):
     """Scales that are parameters beside the weight.
 
     Args:
-        constant_codes: True for a frozen weight on the grid of its scales, which train alone. FSDP2 gathers the weight
-            itself.
         absolute: True where the parameters are those of the scales themselves (`as_parameters`), and do not follow the
-            weight: it started from scales that are stored, which a factor would give back to about the last bit only,
-            or its codes are constant.
+            weight: it started from scales that are stored, which a factor would give back to about the last bit only.
         attribute: the name of the weight in its module, where FSDP2 looks for the scales.
     """
 
@@ -95,7 +92,7 @@ class LearnedScales(Quantizer):
 
     def rounded(self, values: Tensor, spec: Spec, scales: Scales) -> Tensor:
         scale, zero, _ = self.scales_at(values, spec, scales)
-        return learned_fake_quantize(values, scale, zero, spec, self.constant_codes)  # type: ignore[arg-type]
+        return learned_fake_quantize(values, scale, zero, spec)  # type: ignore[arg-type]
 
     def coded(self, values: Tensor, spec: Spec, scales: Scales) -> CodedWeight:
         scale, zero, _ = self.scales_at(values, spec, scales)
@@ -103,7 +100,7 @@ class LearnedScales(Quantizer):
         own = values.detach()
         by, _ = qparams(spec, scale, zero)
         codes, _, _ = spec.quantize(own, qparams=(by, None))
-        handle = with_gradients_of(values, scale, zero, spec, self.constant_codes)
+        handle = with_gradients_of(values, scale, zero, spec)
         return CodedWeight(codes, by, handle, own)
 
     def frozen_options(self, values: Tensor, spec: Spec, scales: Scales) -> dict[str, Any]:
@@ -153,7 +150,7 @@ class LearnedScales(Quantizer):
         spec = weight.scheme.weight
         if any(given):
             self._check_described(spec, prefix + name, entry)
-        if self.constant_codes or not plain or any(given):
+        if not plain or any(given):
             return {}
         assert isinstance(value, Tensor)
         if value.is_meta or value.shape != module._parameters[name].shape:  # type: ignore[union-attr]
@@ -167,16 +164,14 @@ class LearnedScales(Quantizer):
         }
 
     def to_json(self, spec: Spec) -> dict[str, Any]:
-        own = {_CONSTANT: self.constant_codes, _ABSOLUTE: self.absolute}
-        return {"quantizer": self.name, **{key: True for key, value in own.items() if value}}
+        return {"quantizer": self.name, **({_ABSOLUTE: True} if self.absolute else {})}
 
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Quantizer:
-        found = {key: data.get(key, False) for key in (_CONSTANT, _ABSOLUTE)}
-        for key, value in found.items():
-            if not isinstance(value, bool):
-                raise ValueError(f"{key} is true or false, got {value!r}")
-        return cls(constant_codes=found[_CONSTANT], absolute=found[_ABSOLUTE])
+        absolute = data.get(_ABSOLUTE, False)
+        if not isinstance(absolute, bool):
+            raise ValueError(f"{_ABSOLUTE} is true or false, got {absolute!r}")
+        return cls(absolute=absolute)
 
     def _check_described(self, spec: Spec, key: str, entry: Any) -> None:
         """Raise ValueError unless the parameters of the weight `key`, with the description `entry`, mean the same
@@ -209,7 +204,7 @@ class LearnedScales(Quantizer):
             return None
         weight, spec = shard.weight.detach(), shard.scheme.weight
         of_rows = isinstance(spec.format, Int) and not spec.shares_rows
-        travels = self.constant_codes or shard.role != "matrix" or weight.dtype is not torch.float32
+        travels = shard.role != "matrix" or weight.dtype is not torch.float32
         if travels or not of_rows:
             self.check_exact(shard, gather)
             return None

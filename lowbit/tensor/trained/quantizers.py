@@ -42,7 +42,7 @@ Scales = tuple[Tensor | None, Tensor | None, Tensor | None]
 siblings share, or for learned scales other values of the same extremes, where the weight is a part of its blocks. Each
 may be None."""
 NO_SCALES: Scales = (None, None, None)
-_NOT_STORED = ("constant_codes", "absolute", "packs")
+_NOT_STORED = ("absolute", "packs")
 """Fields of quantizers that a description writes elsewhere, or not."""
 
 
@@ -51,7 +51,6 @@ class Quantizer:
     """Which scales round a fake-quantized weight, and how gradients pass. Metadata of the weight, without tensors.
 
     Attributes:
-        constant_codes: True where scales train alone: their gradient is that of constant codes.
         absolute: True where the parameters of learned scales do not follow the weight.
     """
 
@@ -69,7 +68,6 @@ class Quantizer:
     """True if products take something beside the weight (`scales_in`)."""
     is_describable: ClassVar[bool] = True
     """True if a description suffices to read a weight back: it needs no other weight."""
-    constant_codes: bool = False
     absolute: bool = False
 
     def __repr__(self) -> str:
