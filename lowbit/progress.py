@@ -37,7 +37,6 @@ def progress(
     total: int | None,
     *,
     unit: str = "bytes",
-    hidden: bool = False,
     delay: float | None = None,
 ) -> Iterator[Callable[[int], None]]:
     """A function that advances the bar by so many units of `total`.
@@ -46,10 +45,9 @@ def progress(
         what: the text before the bar: "quantizing".
         total: None if unknown. The bar then shows that the program runs, and for how long.
         unit: "bytes", which the bar shows as MB and MB/s, or what is counted: "layers".
-        hidden: no bar, because the caller's own function shows the progress.
         delay: seconds until the bar appears; by default `DELAY`.
     """
-    if hidden or not _is_seen():
+    if not _is_seen():
         yield _nothing
         return
     task = _DISPLAY.add(what, total, unit, DELAY if delay is None else min(delay, DELAY))

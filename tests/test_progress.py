@@ -21,7 +21,7 @@ from lowbit import progress
 from lowbit.progress import waiting
 progress.DELAY = 0.03
 """
-LATER = "import lowbit.formats, lowbit.qat.tools.blocks, torch._dynamo, torch.export"
+LATER = "import lowbit.formats, torch._dynamo, torch.export"
 """What several programs import. Their forks find it imported."""
 PROGRAMS = {
     "counted": """
@@ -78,14 +78,6 @@ PROGRAMS = {
         model = nn.Sequential(*[Slow(64, 64) for _ in range(3)])
         lowbit.autoquant(model, [torch.randn(2, 64)], [lowbit.Int4WeightOnly(32)], bits=32)
     """,
-    "training": """
-        model = nn.Sequential(*[nn.Sequential(nn.Linear(64, 64)) for _ in range(3)])
-        lowbit.qat.prepare_(model, lowbit.Int4WeightOnly(32))
-        from lowbit.qat.tools import blocks
-        inner = blocks._Run.block
-        blocks._Run.block = lambda *given: (time.sleep(0.05), inner(*given))[1]
-        lowbit.qat.train_blocks(model, model, [torch.randn(2, 64)], epochs=1)
-    """,
     "compiling": """
         from lowbit_kernels.runtime import host_compiler
         inner = host_compiler._compile
@@ -100,7 +92,6 @@ SHOWN = {
     "quantizing": b"converting weights",
     "a program": b"writing slow",
     "measuring": b"measuring weights",
-    "training": b"training blocks",
     "compiling": b"compiling a kernel for the CPU",
 }
 
@@ -153,10 +144,6 @@ def run(
     return done.stdout.encode(), each, piped.read_bytes()
 
 
-assert PROGRAMS["training"].count("epochs=1") == 1
-WITH_FUNCTIONS = textwrap.dedent(
-    PROGRAMS["training"].replace("epochs=1", "epochs=1, progress=lambda done: None")
-)
 # shorter than the delay of other bars
 COMPILED_SHORTLY = """
     from lowbit_kernels.runtime.compiling import compiling
@@ -185,7 +172,7 @@ def on_terminal(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     """What all programs print, what each writes to a terminal, and what some write to a file."""
     if not hasattr(os, "openpty"):
         pytest.skip("needs pseudo terminals")
-    programs = {**PROGRAMS, "with functions": WITH_FUNCTIONS, **SILENT}
+    programs = {**PROGRAMS, **SILENT}
     programs |= {"compiled twice": COMPILED_TWICE, "compiled shortly": COMPILED_SHORTLY}
     elsewhere = [PROGRAMS["counted"], PROGRAMS["quantizing"], SILENT["without rich"]]
     elsewhere += [COMPILED_SHORTLY, COMPILED_TWICE]
@@ -211,11 +198,6 @@ def test_a_compiler_is_told_of_early_and_without_rich_by_one_line(on_terminal: S
     assert SHOWN["compiling"] in written["compiled shortly"]
     line = b"lowbit: compiling a kernel for the CPU, once on this machine"
     assert written["compiled twice"].splitlines() == [line]
-
-
-def test_a_function_of_the_callers_takes_the_place_of_the_bar(on_terminal: Shown) -> None:
-    written = on_terminal[1]["with functions"]
-    assert SHOWN["measuring"] not in written and SHOWN["training"] not in written
 
 
 @pytest.mark.parametrize("name", SILENT)

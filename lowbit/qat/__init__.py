@@ -2,18 +2,14 @@
 
 from lowbit.convert import Report
 from lowbit.numerics.divergence import distillation_loss
+from lowbit.qat.distillation import Distillation
 from lowbit.qat.qat import convert_, prepare_
 from lowbit.qat.scales import parameter_groups, search_scales_
 from lowbit.qat.schedule import Schedule
 from lowbit.qat.switch import disable_, enable_, high_precision
-from lowbit.qat.tools.blocks import BlockProgress, BlockResult, BlocksReport, train_blocks
-from lowbit.qat.tools.distillation import Distillation
 from lowbit.qat.undo import undo_
 
 __all__ = [
-    "BlockProgress",
-    "BlockResult",
-    "BlocksReport",
     "Distillation",
     "Report",
     "Schedule",
@@ -25,6 +21,5 @@ __all__ = [
     "parameter_groups",
     "prepare_",
     "search_scales_",
-    "train_blocks",
     "undo_",
 ]

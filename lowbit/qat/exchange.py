@@ -39,16 +39,6 @@ def prepared_targets(
     return targets
 
 
-def check_dynamic(targets: Iterable[Target]) -> None:
-    """Raise NotImplementedError for a static activation, whose scale the exchange of weights would lose."""
-    for target in targets:
-        if target.scheme.is_static:
-            raise NotImplementedError(
-                f"{target.fqn} has a static activation, {target.scheme.activation}; accepted: dynamic ones, "
-                "of the same format with static=False"
-            )
-
-
 def plain_weight(weight: Tensor) -> Tensor:
     """The high-precision weight of a prepared one, in its dtype."""
     if not isinstance(weight, FakeQuantizedTensor):

@@ -357,30 +357,6 @@ def test_schemes_by_pattern() -> None:
     assert mixed[0].weight.scheme == lb.Int8WeightOnly() and type(mixed[5].weight) is nn.Parameter
 
 
-def test_block_by_block() -> None:
-    class Blocks(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.ModuleList(
-                nn.Sequential(nn.Conv2d(16, 16, 3, padding=1), nn.ReLU()) for _ in range(2)
-            )
-
-        def forward(self, x):
-            for layer in self.layers:
-                x = layer(x)
-            return x
-
-    model = Blocks()
-    qat.prepare_(model, IntxWeightOnly(2, 16), is_conv, scales="learned")
-    batches = [values(4, 16, 8, 8, seed=seed) for seed in range(8)]
-    first, second = qat.train_blocks(model, model.layers, batches, epochs=4, lr=2e-3).blocks
-    assert first.steps == 32 and second.after < 0.9 * second.before
-    y = model(batches[0])
-    qat.convert_(model)
-    assert torch.equal(model(batches[0]), y)
-
-
 def test_learned_scales_are_those_of_the_matrix() -> None:
     model = prepared(lb.Int4WeightOnly(8), "learned")
     assert is_learned(model[0].weight)

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from lowbit.convert import check_module
 from lowbit.numerics.divergence import distillation_loss
 from lowbit.qat.switch import high_precision
+from lowbit.tracing.batches import eval_mode
 
 
 class Distillation:
@@ -181,23 +182,10 @@ def _as_teacher(model: Any, teacher: Callable[..., Any] | None) -> Iterator[Call
                 if hasattr(module, "peft_config") and hasattr(module, "disable_adapter"):
                     stack.enter_context(module.disable_adapter())
         if isinstance(runs, nn.Module):
-            stack.enter_context(_evaluating(runs))
+            stack.enter_context(eval_mode(runs))
         stack.enter_context(torch.random.fork_rng(_devices(model, runs)))
         stack.enter_context(torch.no_grad())
         yield runs
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    """Eval mode, and afterwards the mode that each module had."""
-    training = [module for module in model.modules() if module.training]
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 def _devices(*models: Any) -> list[torch.device]:

@@ -1,1 +1,0 @@
-"""Tools around QAT: training block by block, and distillation."""
