@@ -21,7 +21,7 @@ class QATCallback(QATRun, Callback):
     """Prepares the module before its optimizers are made, runs a schedule, and converts when `fit` ends.
 
     Checkpoints hold the plain weights that are trained. A run that Lightning resumes continues the schedule. The
-    arguments are those of `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `freeze_scales`
+    arguments are those of `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `freeze_observers`
     and further ones of `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
     """
 

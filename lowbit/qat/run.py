@@ -17,7 +17,7 @@ class QATRun:
     Args:
         scheme, filter_fn: as `lowbit.qat.prepare_` takes them.
         convert: whether the model is converted when the training ends.
-        start, freeze_scales, freeze_observers: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
+        start, freeze_observers: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
         options: further ones of `lowbit.qat.prepare_`.
 
     Attributes:
@@ -32,16 +32,11 @@ class QATRun:
         *,
         convert: bool = True,
         start: int = 0,
-        freeze_scales: int | None = None,
         freeze_observers: int | None = None,
         **options: Any,
     ) -> None:
         self.scheme, self.filter_fn, self.convert = scheme, filter_fn, convert
-        self._settings = {
-            "start": start,
-            "freeze_scales": freeze_scales,
-            "freeze_observers": freeze_observers,
-        }
+        self._start, self._freeze_observers = start, freeze_observers
         self._options = options
         self.report: Report | None = None
         self.schedule: Schedule | None = None
@@ -52,7 +47,7 @@ class QATRun:
 
     def prepare(self, model: nn.Module) -> None:
         self.report = prepare_(model, self.scheme, self.filter_fn, **self._options)
-        self.schedule = Schedule(model, **self._settings)  # type: ignore[arg-type]
+        self.schedule = Schedule(model, start=self._start, freeze_observers=self._freeze_observers)
 
     def follow(self, steps: int) -> None:
         """Set the schedule to this many optimizer steps."""

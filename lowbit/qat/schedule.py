@@ -1,7 +1,7 @@
-"""Schedules of QAT: begin after some steps, freeze observers and learned scales.
+"""Schedules of QAT: begin after some steps, freeze observers.
 
     schedule = qat.Schedule(model, start=100)
-    schedule = qat.Schedule(model, freeze_observers=50, freeze_scales=900)
+    schedule = qat.Schedule(model, freeze_observers=50)
     for batch in batches:
         ...
         optimizer.step()
@@ -20,9 +20,7 @@ from torch import nn
 
 from lowbit import optional
 from lowbit.calibration import Calibration, prepared_layers
-from lowbit.qat.scales import learned_parameters
 from lowbit.qat.switch import change, prepared_weights
-from lowbit.tensor.core.regather import reshard
 from lowbit.tracing.observer import Method, all_ranks, check_method
 
 
@@ -30,7 +28,6 @@ class Stage(NamedTuple):
     """What holds at a step."""
 
     on: bool
-    frozen: bool
     observed: bool
 
 
@@ -40,8 +37,6 @@ class Schedule:
     Args:
         model: prepared by `lowbit.qat.prepare_`; it may be sharded or compiled later.
         start: how many optimizer steps run without fake quantization, as the plain model.
-        freeze_scales: how many steps train learned scales and zero points, those of inputs too. From then on they get
-            no gradients, and those of weights follow them by the factors found. None: the schedule leaves them alone.
         freeze_observers: how many steps observe the inputs of layers with a static activation, which products then take
             unrounded. After the last of them the scales are set, the same on all ranks, from the batches in train mode,
             as `lowbit.calibrate` does. Training goes on with them, or trains them on where they are learned. None: the
@@ -50,13 +45,12 @@ class Schedule:
 
     While it observes, the state dict of the model has the observers. So a training that is stopped there continues.
     DistributedDataParallel needs find_unused_parameters=True where scales are learned: they have no gradients before
-    `start`, after `freeze_scales`, and, those of inputs, while observers see them.
+    `start`, and, those of inputs, while observers see them.
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: nothing is prepared; a step out of range; `freeze_scales` without learned scales; an unknown
-            `method`, or one without `freeze_observers`; `freeze_observers` without a
-            static activation, or, at its last step, a layer that saw no batch.
+        ValueError: nothing is prepared; a step out of range; an unknown `method`, or one without `freeze_observers`;
+            `freeze_observers` without a static activation, or, at its last step, a layer that saw no batch.
     """
 
     def __init__(
@@ -64,12 +58,10 @@ class Schedule:
         model: nn.Module,
         *,
         start: int = 0,
-        freeze_scales: int | None = None,
         freeze_observers: int | None = None,
         method: Method = "squared_error",
     ) -> None:
-        self.model, self.start = model, start
-        self.freeze_scales, self.freeze_observers = freeze_scales, freeze_observers
+        self.model, self.start, self.freeze_observers = model, start, freeze_observers
         self._method: Method = method
         self._calibration: Calibration | None = None
         self.steps = 0
@@ -78,11 +70,7 @@ class Schedule:
         self._apply()
 
     def _check(self) -> None:
-        given = {
-            "start": self.start,
-            "freeze_scales": self.freeze_scales or 0,
-            "freeze_observers": self.freeze_observers or 0,
-        }
+        given = {"start": self.start, "freeze_observers": self.freeze_observers or 0}
         for name, step in given.items():
             if not isinstance(step, int) or step < 0:
                 raise ValueError(f"{name} must be a number of steps, 0 or more, got {step!r}")
@@ -94,11 +82,6 @@ class Schedule:
                 f"method={self._method!r} is for observers, and without freeze_observers there are none; give the "
                 "number of steps in which they observe, or leave method out"
             )
-        if self.freeze_scales is not None and not learned_parameters(self.model):
-            raise ValueError(
-                f"freeze_scales={self.freeze_scales}, but no scale is learned; accepted: a model prepared with "
-                "scales='learned', or no freeze_scales"
-            )
 
     def step(self) -> None:
         """Count one optimizer step. Call it after `optimizer.step()`, on every rank."""
@@ -107,9 +90,8 @@ class Schedule:
 
     def stage(self, steps: int) -> Stage:
         """What holds after this many steps."""
-        frozen = self.freeze_scales is not None and steps >= self.freeze_scales
         observed = self.freeze_observers is not None and steps < self.freeze_observers
-        return Stage(steps >= self.start, frozen, observed)
+        return Stage(steps >= self.start, observed)
 
     def state_dict(self) -> dict[str, Any]:
         """{"steps": int}. The settings are those of the constructor; observers are in the state dict of the model."""
@@ -154,8 +136,6 @@ class Schedule:
             weights = prepared_weights(self.model)
             change(self.model, weights, lambda fqn, weight: weight.switch(stage.on, stage.on))
         self._observe(stage.observed)
-        if self.freeze_scales is not None:
-            _freeze(self.model, stage.frozen)
 
     def finish_observers(self) -> None:
         """Set the scales of inputs from what the observers saw up to now, if they still observe. Every rank calls
@@ -171,11 +151,3 @@ class Schedule:
                 calibration.finish(all_ranks(), keep=True)
             finally:
                 calibration.remove()
-
-
-def _freeze(model: nn.Module, frozen: bool) -> None:
-    reshard(model)  # an optimizer holds the shards; FSDP2 passes on whether they need a gradient
-    for param in learned_parameters(model).values():
-        param.requires_grad_(not frozen)
-        if frozen:
-            param.grad = None  # an optimizer would use it again

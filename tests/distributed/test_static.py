@@ -229,8 +229,7 @@ def check_a_schedule(rank, world_size):
     expected = torch.cat(batches()).abs().max()
     for scales, sharded in (("present", False), ("learned", False), ("learned", True)):
         found = prepared(scales, INT8)
-        frozen = {"freeze_scales": 5} if scales == "learned" else {}
-        schedule = qat.Schedule(found, start=1, freeze_observers=3, method="minmax", **frozen)
+        schedule = qat.Schedule(found, start=1, freeze_observers=3, method="minmax")
         unused = {"find_unused_parameters": scales == "learned"}
         runs = shard(found, world_size) if sharded else DistributedDataParallel(found, **unused)
         optimizer = torch.optim.SGD(found.parameters(), lr=0.02)

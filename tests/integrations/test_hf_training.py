@@ -216,7 +216,7 @@ SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {
     "started": (INT4, {"start": 3}),
     "observed": (
         lb.Int8StaticActivationInt8Weight(),
-        {"scales": "learned", "start": 1, "freeze_observers": 3, "freeze_scales": 4},
+        {"scales": "learned", "start": 1, "freeze_observers": 3},
     ),
 }
 

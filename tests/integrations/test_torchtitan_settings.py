@@ -144,7 +144,6 @@ def test_lines_that_name_nothing(resolve, line, message):
         (Lowbit(qat_start=3), r"lowbit.qat_start=3 without QAT"),
         (Lowbit(qat="int4", qat_scales="fixed"), r"qat_scales='fixed'; accepted: 'present', 'l"),
         (Lowbit(qat="int4", qat_start=-1), r"qat_start=-1; accepted: a number of steps"),
-        (Lowbit(qat="int4", qat_freeze_scales=5), r"set lowbit.qat_scales to 'learned'"),
         (Lowbit(qat="int4", qat_freeze_observers=5), r"int4 has no static activation to observe"),
     ],
 )
@@ -155,11 +154,8 @@ def test_settings_that_contradict_each_other(chosen, message):
 
 def test_schedules_of_qat():
     assert settings.schedule_of(Lowbit(qat="int4", qat_start=5)) == {"start": 5}
-    chosen = Lowbit(
-        qat="int8_int8_static", qat_scales="learned", qat_freeze_scales=9, qat_freeze_observers=2
-    )
-    found = settings.schedule_of(chosen)
-    assert found == {"freeze_observers": 2, "freeze_scales": 9}
+    chosen = Lowbit(qat="int8_int8_static", qat_freeze_observers=2)
+    assert settings.schedule_of(chosen) == {"freeze_observers": 2}
 
 
 def test_checkpoints_of_others_have_no_learned_scales():

@@ -400,14 +400,6 @@ def test_trace() -> None:
             assert found.calls and (found.n, found.k) in ((INNER, HIDDEN), (HIDDEN, INNER))
 
 
-def test_schedules_freeze_scales() -> None:
-    model = prepared(Model(), {"first": None, "*": WEIGHT})
-    schedule = qat.Schedule(model, freeze_scales=1)
-    schedule.step()
-    scales = [p for n, p in model.named_parameters() if n.endswith(("_scale", "_zero"))]
-    assert len(scales) == 4 and not any(p.requires_grad for p in scales)
-
-
 def test_names_of_tied_experts() -> None:
     class Twice(nn.Module):
         def __init__(self, name: str, weight: nn.Parameter) -> None:

@@ -12,10 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import lowbit as lb
 from lowbit import qat
-from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.learned_scales import RATE
-from lowbit.numerics.number_format import Int
-from lowbit.numerics.spec import Spec
 from tests.train.problems import values
 
 INT4 = lb.Int4WeightOnly(group_size=16)
@@ -58,45 +55,6 @@ def test_start() -> None:
     assert model[0].weight.off is None and schedule.steps == 5
 
 
-def with_scales() -> nn.Sequential:
-    """Learned scales and zero points of one weight, and parameters of such names beside another one."""
-    model = network({"2": INT4})
-    spec = Spec(Int(4), PerGroup(16), "asymmetric")
-    qat.prepare_(model, {"0": lb.Scheme(spec)}, scales="learned")
-    model[2].other_scale = nn.Parameter(torch.ones(3))
-    model[2].weight_scale = nn.Parameter(torch.ones(3))
-    return model
-
-
-def test_learned_scales_freeze() -> None:
-    model = with_scales()
-    learned = [model[0].weight_scale, model[0].weight_zero]
-    schedule = qat.Schedule(model, freeze_scales=2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0, momentum=0.9)
-    moved = []
-    for _ in range(4):
-        before = [p.detach().clone() for p in learned]
-        loss = model(X).square().mean() + sum(p.sum() for p in learned)
-        loss.backward()
-        optimizer.step()
-        schedule.step()  # the gradients are still there
-        optimizer.zero_grad(set_to_none=False)
-        moved.append([not torch.equal(a, b) for a, b in zip(before, learned, strict=True)])
-    assert moved == [[True, True]] * 2 + [[False, False]] * 2
-    assert not any(p.requires_grad for p in learned)
-    assert model[2].other_scale.requires_grad and model[0].weight.requires_grad
-    assert model[2].weight_scale.requires_grad
-    schedule.load_state_dict({"steps": 1})
-    assert all(p.requires_grad for p in learned)
-
-
-def test_without_freezing_scales_are_left_alone() -> None:
-    model = with_scales()
-    model[0].weight_scale.requires_grad_(False)
-    qat.Schedule(model, start=1).step()
-    assert not model[0].weight_scale.requires_grad and model[0].weight_zero.requires_grad
-
-
 STATIC = lb.Int8StaticActivationInt8Weight()
 
 
@@ -130,16 +88,6 @@ def test_observers_count_batches_of_training_and_freeze(scales: Any, start: int)
     train(model, optimizer, 3, schedule)
     assert torch.equal(model[0].input_scale, frozen) == (scales == "present")
     qat.convert_(model)
-
-
-def test_learned_scales_of_inputs_freeze_too() -> None:
-    model, schedule = observed(freeze_observers=1, freeze_scales=3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    train(model, optimizer, 3, schedule)
-    frozen = model[0].input_scale.detach().clone()
-    train(model, optimizer, 1, schedule)
-    assert torch.equal(model[0].input_scale, frozen)
-    assert not model[0].input_scale.requires_grad and model[0].weight.requires_grad
 
 
 @pytest.mark.parametrize("at", [1, 2, 4])
@@ -223,11 +171,9 @@ def test_a_choice_of_the_user_survives_a_stage() -> None:
     [
         ({"start": -1}, "start must be a number of steps, 0 or more, got -1"),
         ({"start": 1.5}, r"got 1\.5"),
-        ({"freeze_scales": -2}, "freeze_scales must be"),
         ({"freeze_observers": -2}, "freeze_observers must be"),
         ({"freeze_observers": 3, "method": "max"}, "unknown method 'max'; accepted: 'minmax'"),
         ({"method": "minmax"}, "'minmax'.* without freeze_observers there are none"),
-        ({"freeze_scales": 3}, "freeze_scales=3, but no scale is learned"),
     ],
 )
 def test_refused(settings, match) -> None:

@@ -73,7 +73,7 @@ class QATCallback(QATRun, TrainerCallback):
 
     The model is prepared when the Trainer is made, before the Trainer makes the optimizer. Checkpoints hold the plain
     weights that are trained, and a resumed training continues the schedule. The arguments are those of
-    `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `freeze_scales` and further arguments of
+    `lowbit.qat.run.QATRun`: `scheme`, `filter_fn`, `convert`, `start`, `freeze_observers` and further arguments of
     `prepare_`. `report` is that of `prepare_`, and after the end that of `convert_`.
 
     Warns at the end if the conversion merged all adapters of PEFT: the Trainer's `save_model` would write an adapter

@@ -35,7 +35,6 @@ class Lowbit:
             int4(group_size=32).
         qat_scales: "present" or "learned", as `lowbit.qat.prepare_` takes it.
         qat_start: steps without fake quantization.
-        qat_freeze_scales: steps that train learned scales; 0: all.
         qat_freeze_observers: steps that observe the inputs of layers with a static activation, before their scales are
             set. A scheme with static activations needs such steps. 0: none.
         filter_fqns: layers whose name contains one of these stay as they are, as for torchtitan's own float8.
@@ -50,7 +49,6 @@ class Lowbit:
     qat: str = ""
     qat_scales: str = "present"
     qat_start: int = 0
-    qat_freeze_scales: int = 0
     qat_freeze_observers: int = 0
     filter_fqns: list[str] = field(default_factory=lambda: list(LEFT_OUT))
     compress: bool = False
@@ -120,20 +118,13 @@ def _check_qat(settings: Lowbit) -> None:
 def schedule_of(settings: Lowbit) -> dict[str, Any]:
     """The arguments of `lowbit.qat.Schedule`; {} for training that is the same at each step.
 
-    Raises ValueError for settings that contradict each other.
+    Raises ValueError for a negative number of steps.
     """
     found: dict[str, Any] = {}
     if settings.qat_start:
         found["start"] = settings.qat_start
     if settings.qat_freeze_observers:
         found["freeze_observers"] = settings.qat_freeze_observers
-    if settings.qat_freeze_scales:
-        if settings.qat_scales != "learned":
-            raise ValueError(
-                f"lowbit.qat_freeze_scales={settings.qat_freeze_scales} freezes learned scales; set lowbit.qat_scales "
-                "to 'learned', or leave it out"
-            )
-        found["freeze_scales"] = settings.qat_freeze_scales
     for name, steps in found.items():
         if steps < 0:
             raise ValueError(f"lowbit.qat_{name}={steps}; accepted: a number of steps, 0 for none")
