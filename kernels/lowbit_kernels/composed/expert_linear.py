@@ -4,8 +4,8 @@
     gated:  the first half of out's columns is `gate`, the second `up`, and the result is silu(gate) * up
 
     x           bfloat16, float16 or float32 [T, K]: a row for each token, or for each pair
-    codes, scale, zero_point, global_scale   as in `weight_linear`, with a leading dimension E of experts, but for
-                global_scale
+    codes, scale, zero_point   as in `weight_linear`, with a leading dimension E of experts
+    global_scale, group_size, bits, table   as in `weight_linear`
     bias        x's dtype [E, N], or None
     ids         int64 [P], on x's device: the expert of each pair of a token and an expert; a token's pairs lie beside
                 each other. Ids in any order, several times or not at all; the result for an id that no expert has is 0
@@ -99,18 +99,7 @@ def expert_linear(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """Tokens times the weights of their experts; the module's docstring has shapes, dtypes and the formula.
-
-    Args:
-        x, codes, scale, zero_point, ids, bias, global_scale: as above, on one device.
-        group_size: elements of a row that share a scale.
-        gated: return silu(gate) * up of the two halves of the columns.
-        bits, table: the format, as in `weight_linear`.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes or formats that don't fit each other, or tensors on several devices.
-    """
+    """Tokens times the weights of their experts; see the module's docstring."""
     floats = None if bias is None else bias.float()
     tensors = x.float(), codes, scale, zero_point, floats, ids, global_scale
     return _loop(weight_linear.reference, tensors, gated, group_size, bits, table).to(x.dtype)

@@ -2,6 +2,13 @@
 
     out[m, n] = (sum_k a[m, k] * b[n, k]) * a_scale[m] * b_scale[n] + bias[n]
 
+    a         int8 or float8 [M, K], K a multiple of 16
+    b         int8 or float8 [N, K]
+    a_scale   float32 [M], or [1] for all rows
+    b_scale   float32 [N], or [1] for all columns, or None for 1
+    bias      float32, bfloat16 or float16 [N], or None
+    out       out_dtype, one of these three [M, N], contiguous
+
 int8 by int8: the sum is exact in int32. Then it is converted to float32, multiplied by the row's scale, by the
 column's, and the bias is added, each step in float32; the result is rounded once to the output dtype. Every
 implementation does these steps in this order. Only the addition of the bias may be fused with the product before it,
@@ -78,20 +85,7 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """a @ b.T of int8 or float8, scaled, by the formula of the module: [M, N], contiguous.
-
-    Args:
-        a: int8 or float8 [M, K], K a multiple of 16.
-        b: the same [N, K]. Both operands have K contiguous.
-        a_scale: float32 [M], or [1] for all rows.
-        b_scale: float32 [N], or [1] for all columns, or None for 1.
-        bias: float32, bfloat16 or float16 [N], or None.
-        out_dtype: float32, bfloat16 or float16.
-
-    Raises:
-        TypeError: a dtype, or a pair of dtypes, other than these.
-        ValueError: shapes that do not fit each other, K not a multiple of 16, or tensors on several devices.
-    """
+    """a @ b.T of int8 or float8, scaled; see the module's docstring."""
     # float64 holds the sum of int8 products exactly
     return _scaled((a.double() @ b.double().T).to(torch.float32), a_scale, b_scale, bias, out_dtype)
 

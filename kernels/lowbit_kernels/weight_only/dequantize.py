@@ -1,11 +1,9 @@
 """Weights of 1 to 8 bits to floating point, by the formula of `codes_format`.
 
-The value is rounded once to float32, and that once to the output dtype: float32, bfloat16 or float16 [N, K],
-contiguous, K <= Kp. All implementations below give the same bits.
-
-G (``group_size``) is any positive number; for one scale a row, it is Kp. Kp is K padded to a multiple of G. Padding
-does not appear in the result. Rows may be strided (a slice of a larger weight); offsets are 64-bit. Callers flatten
-leading dimensions, such as experts.
+It explains codes, scale, zero_point, global_scale, group_size, size, bits and table. The value is rounded once to
+float32, and that once to `dtype`: float32, bfloat16 or float16 [N, K], contiguous, K <= Kp. All implementations below
+give the same bits. Rows may be strided (a slice of a larger weight); offsets are 64-bit. Callers flatten leading
+dimensions, such as experts.
 
 On GPUs the kernel of `dequantize_triton` runs. On a CPU, PyTorch's integer operations dequantize signed integers of 4
 and 8 bits, a block of rows that fits the L2 cache at a time. The reference serves other formats there.
@@ -62,22 +60,7 @@ def dequantize(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """Dequantize a weight of 1 to 8 bits.
-
-    Shapes, dtypes and the formula are in the docstring of `codes_format`.
-
-    Args:
-        codes, scale, zero_point, global_scale: as there, on one device.
-        group_size: G, elements of a row that share a scale.
-        size: K, elements of a row without padding.
-        dtype: of the result.
-        bits: of a code in a bit stream, 1 to 8; 0: 4 bits for uint8 codes, 8 for other dtypes.
-        table: the number of each of the 2^bits codes; empty for integers and float8.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes or formats that do not fit each other.
-    """
+    """The values of a weight in few bits; see the module's docstring."""
     parts = (codes, scale, zero_point, group_size, size, torch.float32)
     return dequantized(*parts, global_scale, bits, table).to(dtype)
 

@@ -4,8 +4,9 @@
 
     grad    bfloat16, float16 or float32 [..., N]
     out     grad's dtype [..., K], contiguous; K (``size``) leaves out the padding of rows
+    codes, scale, zero_point, group_size, global_scale, bits, table   the weight, as in `codes_format`
 
-`codes_format` has the formula of the weight, and its tensors. It is rounded once to grad's dtype; sums are float32.
+The weight is rounded once to grad's dtype; sums are float32.
 
 On a GPU, cuBLAS multiplies by what `dequantize_triton` decodes into the same memory, as `weight_mm_dequantized` does: a
 weight of up to 128 MiB as a whole, and of a larger one a chunk of whole groups of columns at a time. So each element of
@@ -57,19 +58,7 @@ def input_gradient(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """grad times a weight in few bits; the module's docstring has shapes, dtypes and the formula.
-
-    Args:
-        grad, codes, scale, zero_point, global_scale: as above, on one device.
-        group_size: elements of a row of the weight that share a scale.
-        size: K, elements of a row without padding.
-        bits: of a code in a bit stream, 1 to 8; 0: 4 bits for uint8 codes, 8 for other dtypes.
-        table: the number of each of the 2^bits codes; empty for integers and float8.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes or formats that don't fit each other, or tensors on several devices.
-    """
+    """grad times a weight in few bits; see the module's docstring."""
     parts = (codes, scale, zero_point, group_size, size, torch.float64)
     return (grad.double() @ dequantized(*parts, global_scale, bits, table)).to(grad.dtype)
 
