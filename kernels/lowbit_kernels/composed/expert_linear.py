@@ -47,15 +47,13 @@ from lowbit_kernels.weight_only import (
     weight_mm_experts_triton,
 )
 from lowbit_kernels.weight_only.codes_format import format_of
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors, of_experts
+from lowbit_kernels.weight_only.expert_operands import OF_EXPERTS, ExpertOperands, Tensors
 from lowbit_kernels.weight_only.weight_operands import (
-    FORMAT_OPERANDS,
     FORMAT_RULES,
     K_RULE,
     Description,
     all_described,
     all_layouts,
-    group_rules,
 )
 
 FEW = 5
@@ -68,15 +66,11 @@ FEW = 5
     planned=True,
     flops="2 * P * N * K",
     x="float [T, K]",
-    codes=of_experts("codes"),
-    scale=of_experts("scale"),
-    zero_point=of_experts("zero_point"),
+    **OF_EXPERTS,
     ids="int64 [P]",
     bias="float [E, N]",
-    global_scale=FORMAT_OPERANDS["global_scale"],
     rules={
         **FORMAT_RULES,
-        **group_rules("bits"),
         **K_RULE,
         "P % T == 0 if T else P == 0": "{P} ids are not a multiple of the {T} rows of x",
         "not gated or N % 2 == 0": "a gated product takes an even N, got {N}",

@@ -39,17 +39,15 @@ from lowbit_kernels.weight_only import (
     weight_mm_experts_triton,
 )
 from lowbit_kernels.weight_only.codes_format import format_of
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs, of_experts
+from lowbit_kernels.weight_only.expert_operands import OF_EXPERTS, ExpertOperands, SortedPairs
 from lowbit_kernels.weight_only.weight_mm_experts_large_sm90 import LargeExpertProduct
 from lowbit_kernels.weight_only.weight_mm_experts_triton import ExpertsTriton
 from lowbit_kernels.weight_only.weight_operands import (
-    FORMAT_OPERANDS,
     FORMAT_RULES,
     K_RULE,
     Description,
     all_described,
     all_layouts,
-    group_rules,
 )
 
 
@@ -58,12 +56,9 @@ from lowbit_kernels.weight_only.weight_operands import (
     by_layout=True,
     flops="2 * M * N * K",
     x="float [M, K]",
-    codes=of_experts("codes"),
-    scale=of_experts("scale"),
-    zero_point=of_experts("zero_point"),
+    **OF_EXPERTS,
     offsets="int32 [E]",
-    global_scale=FORMAT_OPERANDS["global_scale"],
-    rules={**FORMAT_RULES, **group_rules("bits"), **K_RULE},
+    rules={**FORMAT_RULES, **K_RULE},
 )
 def grouped_linear(
     x: Tensor,

@@ -24,21 +24,14 @@ from lowbit_kernels.weight_only.codes_cpu import Parts
 from lowbit_kernels.weight_only.codes_format import CodesFormat, dequantized, format_of
 from lowbit_kernels.weight_only.dequantize_cpu import dequantizer
 from lowbit_kernels.weight_only.dequantize_triton import fill
-from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, group_rules
+from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, SIZE_RULE
 
 
 @op(
     "empty(dtype, N, size)",
     planned=True,
-    codes=FORMAT_OPERANDS["codes"],
-    scale=FORMAT_OPERANDS["scale"],
-    zero_point=FORMAT_OPERANDS["zero_point"],
-    global_scale=FORMAT_OPERANDS["global_scale"],
-    rules={
-        **FORMAT_RULES,
-        **group_rules("bits"),
-        "0 <= size <= groups * group_size": "size must be 0..{groups * group_size}, the codes of a row; got {size}",
-    },
+    **FORMAT_OPERANDS,
+    rules={**FORMAT_RULES, **SIZE_RULE},
     dtype="float",
 )
 def dequantize(

@@ -27,7 +27,7 @@ from lowbit_kernels.runtime.triton_runtime import runs_on
 from lowbit_kernels.weight_only import weight_mm_dequantized
 from lowbit_kernels.weight_only.codes_format import dequantized, format_of
 from lowbit_kernels.weight_only.dequantize_triton import CYCLE
-from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, group_rules
+from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, SIZE_RULE
 
 COLUMNS_OF_A_TILE = 256
 
@@ -36,15 +36,8 @@ COLUMNS_OF_A_TILE = 256
     "empty(grad.dtype, *grad.shape[:-1], size)",
     flops="2 * grad.numel() * size",
     grad="float [..., N]",
-    codes=FORMAT_OPERANDS["codes"],
-    scale=FORMAT_OPERANDS["scale"],
-    zero_point=FORMAT_OPERANDS["zero_point"],
-    global_scale=FORMAT_OPERANDS["global_scale"],
-    rules={
-        **FORMAT_RULES,
-        **group_rules("bits"),
-        "0 <= size <= groups * group_size": "size must be 0..{groups * group_size}, the codes of a row; got {size}",
-    },
+    **FORMAT_OPERANDS,
+    rules={**FORMAT_RULES, **SIZE_RULE},
 )
 def input_gradient(
     grad: Tensor,

@@ -65,7 +65,6 @@ from lowbit_kernels.weight_only.weight_operands import (
     WeightOperands,
     all_described,
     all_layouts,
-    group_rules,
 )
 
 IMPLEMENTATIONS = {
@@ -85,13 +84,10 @@ ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
     planned=True,
     flops="2 * x.numel() * N",
     x="float [..., K]",
-    codes=FORMAT_OPERANDS["codes"],
-    scale=FORMAT_OPERANDS["scale"],
-    zero_point=FORMAT_OPERANDS["zero_point"],
+    **FORMAT_OPERANDS,
     bias="float [N]",
     residual="float [..., N]",
-    global_scale=FORMAT_OPERANDS["global_scale"],
-    rules={**FORMAT_RULES, **group_rules("bits"), **K_RULE},
+    rules={**FORMAT_RULES, **K_RULE},
     types=ADDEND_TYPES,
 )
 def weight_linear(
