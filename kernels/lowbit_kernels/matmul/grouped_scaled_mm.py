@@ -107,11 +107,6 @@ def _by_expert(multiply, a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
     return out
 
 
-def _float8_sums(a: Tensor, b: Tensor) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # products of codes overflow float16
-        return a.float() @ b.float().T
-
-
 @grouped_scaled_mm.kernel
 def _launch(a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
     is_int8, device = a.dtype == torch.int8, a.device
@@ -127,11 +122,7 @@ def _launch(a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
         ran("grouped_scaled_mm", f"{name} triton")
         return grouped_mm_triton.grouped_mm(*operands)
     ran("grouped_scaled_mm", f"{name} torch")
-    return _by_expert(_int8_sums if is_int8 else _float8_sums, *operands)
-
-
-def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    return scaled_mm.int8_sums(a, b).to(torch.float32)
+    return _by_expert(scaled_mm.float_sums, *operands)
 
 
 def _shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:

@@ -136,10 +136,10 @@ def _implementation(
     if is_int8:
         if runs_on(device):
             return "int8 triton", int8_mm_triton.int8_mm
-        return "int8 torch", _int8_by_torch
+        return "int8 torch", _by_torch
     if device.type == "cuda" and nvrtc.capability(device) >= (8, 9):
         return "float8 cublas", _float8_by_cublas
-    return "float8 torch", _float8_by_torch
+    return "float8 torch", _by_torch
 
 
 class Planned(NamedTuple):
@@ -203,8 +203,16 @@ def _empty_sum(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     return out if bias is None else out + bias.to(out_dtype)
 
 
-def _int8_by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
-    return _scaled(int8_sums(a, b).to(torch.float32), *scales_bias_and_dtype)
+def _by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
+    return _scaled(float_sums(a, b), *scales_bias_and_dtype)
+
+
+def float_sums(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [N, K].T by PyTorch, float32; no size is 0."""
+    if a.dtype == torch.int8:
+        return int8_sums(a, b).to(torch.float32)
+    with torch.autocast(a.device.type, enabled=False):  # products of codes overflow float16
+        return a.float() @ b.float().T
 
 
 def int8_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -220,12 +228,6 @@ def int8_sums(a: Tensor, b: Tensor) -> Tensor:
             a, b = F.pad(a, (0, 1)), F.pad(b, (0, 1))
         a, b = (torch.cat([x, x]) if x.shape[0] == 1 else x for x in (a, b))
     return torch._int_mm(a, b.T)[:m, :n]
-
-
-def _float8_by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # products of codes overflow float16
-        sums = a.float() @ b.float().T
-    return _scaled(sums, *scales_bias_and_dtype)
 
 
 def _float8_by_cublas(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:
