@@ -58,7 +58,7 @@ FORMAT_RULES = {
     ),
 }
 """Rules of ops that take every format of `codes_format`."""
-FORMAT_OPERANDS = {
+FORMAT_OPERANDS: dict[str, Any] = {  # strings; Any, since they are passed on by **
     "codes": "uint8|codes [N, W]; uint8 holds a bit stream of codes, flatten leading dimensions first",
     "scale": "float|uint8|float8_e4m3fn [N, groups]; uint8 is e8m0",
     "zero_point": "int8|uint8|float [N, groups]; integers lie on the grid of the codes, floats are values",
