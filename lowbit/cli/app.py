@@ -199,7 +199,7 @@ def estimate(
     """Bytes of weights, gradients, states and activations under each choice, and the smallest GPU that holds them.
 
     Weights, gradients and states are counted exactly. Activations are a formula, and all parts are added, so a step
-    takes less.
+    takes less. A config.json alone needs the extra hf.
 
     \b
     Examples:

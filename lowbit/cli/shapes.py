@@ -1,4 +1,4 @@
-"""The shapes of a model's weights, without their values: from shards, from transformers, or from config.json alone."""
+"""The shapes of a model's weights, without their values: from shards, or from the model that transformers builds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from lowbit import optional
 from lowbit.convert import routers_among
 from lowbit.convert.experts import COUNTS
-from lowbit.formats.base import FormatError, layer_of, weight_of
+from lowbit.formats.base import FormatError, layer_of
 from lowbit.formats.building import EmptyOnMeta, check_config
 from lowbit.formats.folder import Folder, read_json
 from lowbit.formats.gguf.file import GgufFile
@@ -23,7 +23,7 @@ Shape = tuple[int, ...]
 
 
 _MOST_WEIGHTS = 10**5
-"""Weights of a model that is built, or counted layer by layer."""
+"""Weights of a model that is built."""
 _NEEDED = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _FIELDS = (
     *_NEEDED,
@@ -80,8 +80,7 @@ class ModelShapes:
 def read(path: Path) -> ModelShapes:
     """The model of a folder, or of a config.json.
 
-    Raises FormatError: no such file, not JSON, or a model whose shapes neither shards nor transformers nor the fields
-    give.
+    Raises FormatError: no such file, not JSON, or a model whose shapes neither shards nor transformers give.
     """
     file = path / "config.json" if path.is_dir() else path
     written = _config(file)
@@ -89,16 +88,16 @@ def read(path: Path) -> ModelShapes:
     made, text, why = _made_by_transformers(written)
     config = _of_decoder(written, text)
     sizes = _sizes(config, file, why)
-    has_shards = path.is_dir() and any(path.glob("*.safetensors"))
-    if has_shards:
+    if path.is_dir() and any(path.glob("*.safetensors")):
         folder = Folder(path)
         if folder.format is None:
             weights = {name: folder.plain_shape(name) for name in folder.plain}
             return ModelShapes(weights, sizes, "the shards")
-    built, why = _built_by_transformers(made, why)
-    if built is not None:
-        return ModelShapes(built, sizes, "transformers")
-    return ModelShapes(_like_llama(config, sizes, file, why), sizes, "config.json, as of a Llama")
+    weights, why = ({}, why) if made is None else _built_by_transformers(made)
+    if why:
+        kind = config.get("model_type")
+        raise FormatError(f"{file}: no shapes of a {kind!r}: {why}; or give its plain weights")
+    return ModelShapes(weights, sizes, "transformers")
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -171,10 +170,8 @@ def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, Any, str]:
         return None, None, _refused(transformers.__version__, error)
 
 
-def _built_by_transformers(made: Any, why: str) -> tuple[dict[str, Shape] | None, str]:
-    """The parameters of the model that transformers builds on meta, and ""; None and the reason if it does not."""
-    if made is None:
-        return None, why
+def _built_by_transformers(made: Any) -> tuple[dict[str, Shape], str]:
+    """The parameters of the model that transformers builds on meta, and ""; none and the reason if it does not."""
     import transformers
 
     try:
@@ -182,7 +179,7 @@ def _built_by_transformers(made: Any, why: str) -> tuple[dict[str, Shape] | None
             # Otherwise transformers asks whether it may run code of the folder.
             model = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False)
     except Exception as error:
-        return None, _refused(transformers.__version__, error)
+        return {}, _refused(transformers.__version__, error)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}, ""
 
 
@@ -190,58 +187,3 @@ def _refused(version: str, error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     reason = lines[0].split(". ")[0] if lines else type(error).__name__
     return f"transformers {version} does not know this model ({reason})"
-
-
-_LIKE_LLAMA = {
-    "llama",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "gemma",
-    "mixtral",
-    "qwen2_moe",
-    "qwen3_moe",
-    "olmo2",
-}
-
-
-def _like_llama(
-    config: Mapping[str, Any], sizes: DecoderSizes, file: Path, why: str
-) -> dict[str, Shape]:
-    """The weights of a decoder with four projections of attention and three of an MLP a layer, or a router and experts.
-
-    `why`: why transformers does not give the shapes. Raises FormatError for another kind of model.
-    """
-    kind = config.get("model_type")
-    if kind not in _LIKE_LLAMA:
-        raise FormatError(f"{file}: no shapes of a {kind!r}: {why}; or give a folder with shards")
-    if sizes.layers * max(1, _experts(config)) > _MOST_WEIGHTS:
-        raise FormatError(
-            f"{file}: {sizes.layers} layers of {_experts(config)} experts are too many; accepted: {_MOST_WEIGHTS} "
-            "experts in all"
-        )
-    hidden = sizes.hidden
-    weights: dict[str, Shape] = {"model.embed_tokens.weight": (sizes.vocabulary, hidden)}
-    experts = _experts(config)
-    visited = int(config.get("num_experts_per_tok") or 1) if experts else 1
-    inner = sizes.inner // visited
-    for i in range(sizes.layers):
-        layer = f"model.layers.{i}"
-        shapes: dict[str, Shape] = {
-            "self_attn.q_proj": (sizes.query, hidden),
-            "self_attn.k_proj": (sizes.key_value, hidden),
-            "self_attn.v_proj": (sizes.key_value, hidden),
-            "self_attn.o_proj": (hidden, sizes.query),
-        }
-        if experts:
-            shapes["mlp.gate"] = (experts, hidden)
-        for place in [f"mlp.experts.{e}" for e in range(experts)] or ["mlp"]:
-            shapes |= {f"{place}.gate_proj": (inner, hidden), f"{place}.up_proj": (inner, hidden)}
-            shapes[f"{place}.down_proj"] = (hidden, inner)
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            shapes[norm] = (hidden,)
-        weights |= {weight_of(f"{layer}.{name}"): shape for name, shape in shapes.items()}
-    weights["model.norm.weight"] = (hidden,)
-    if not config.get("tie_word_embeddings", kind == "gemma"):
-        weights["lm_head.weight"] = (sizes.vocabulary, hidden)
-    return weights

@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from lowbit.convert import check_module
 from lowbit.layers import invariant
 from lowbit.layers.stand_in import give, take
-from lowbit.tracing.batches import call, eval_mode, on_device_of
+from lowbit.tracing.batches import call, eval_mode, hooked, on_device_of
 
 WAYS_OUT = {
     "mm": "quantize this layer too, with lowbit.Int8DynamicActivationInt8Weight()",
@@ -180,15 +180,11 @@ def _watch(model: nn.Module, batch: Any) -> None:
             return None
         return f"{name or 'the model'} ({type(module).__name__})"
 
-    try:
-        for name, module in model.named_modules():
-            hooks.append(module.register_forward_pre_hook(partial(enter, name)))
-            hooks.append(module.register_forward_hook(leave))
-        with torch.no_grad(), eval_mode(model), _Watch(place):
-            call(model, on_device_of(model, batch))
-    finally:
-        for hook in hooks:
-            hook.remove()
+    for name, module in model.named_modules():
+        hooks.append(module.register_forward_pre_hook(partial(enter, name)))
+        hooks.append(module.register_forward_hook(leave))
+    with hooked(*hooks), torch.no_grad(), eval_mode(model), _Watch(place):
+        call(model, on_device_of(model, batch))
 
 
 class _Watch(TorchDispatchMode):

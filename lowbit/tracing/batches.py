@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
+from torch.utils.hooks import RemovableHandle
 
 
 def on_device_of(model: nn.Module, batch: Any) -> Any:
@@ -44,6 +45,16 @@ def output_tensor(output: Any) -> Tensor:
         f"the model's output is a {type(output).__name__} without loss, logits or a tensor; accepted: an output with "
         "one of them, or a function of model and batch where the call takes a loss"
     )
+
+
+@contextmanager
+def hooked(*handles: RemovableHandle) -> Iterator[None]:
+    """The context at whose end these hooks are removed."""
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lowbit.numerics.sharded import held_locally
 from lowbit.schemes.training import IN_ATTENTION, LOOKED_UP, PRODUCTS
 from lowbit.tracing import tracer
+from lowbit.tracing.batches import hooked
 from lowbit.tracing.report import weight_format
 from lowbit.tracing.tracer import (
     DEQUANTIZED,
@@ -84,11 +85,8 @@ def _hooked(model: nn.Module, thread: ThreadState, mode: TorchFunctionMode) -> I
     for name, module in model.named_modules():
         handles.append(module.register_forward_pre_hook(enter(plain_name(name)), prepend=True))
         handles.append(module.register_forward_hook(leave, always_call=True))
-    try:
+    with hooked(*handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 _MATMULS = (

@@ -43,8 +43,8 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
 
 def test_estimate_runs_no_code(recorder: Recorder) -> None:
     made, _, _ = shapes._made_by_transformers({"model_type": "own", "auto_map": {}})
-    built, why = shapes._built_by_transformers(made, "")
-    assert built is None and "the folder has code of its own" in why
+    built, why = shapes._built_by_transformers(made)
+    assert not built and "the folder has code of its own" in why
     assert recorder.given == [{"trust_remote_code": False}]
 
 

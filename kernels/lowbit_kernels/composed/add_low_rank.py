@@ -40,17 +40,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 def add_low_rank(
     w: Tensor, a: Sequence[Tensor], b: Sequence[Tensor], scales: Sequence[float]
 ) -> Tensor:
-    """`w` plus the scaled products; the formula is in the module's docstring, here it is computed in float64.
-
-    Args:
-        w: the weight [N, K].
-        a, b: factors [R, K] and [N, R] of each product.
-        scales: of the products.
-
-    Raises:
-        TypeError: other dtypes.
-        ValueError: other shapes, or not as many a, b and scales.
-    """
+    """`w` plus the scaled products of the module's docstring, here computed in float64."""
     total = w.double()
     for down, up, scale in zip(a, b, scales, strict=True):
         total = total + scale * (up.double() @ down.double())
@@ -90,13 +80,7 @@ def _add(w: Tensor, a: list[Tensor], b: list[Tensor], scales: list[float]) -> Te
     rules={"_check(grad, [a], [b], [scale])": ""},
 )
 def low_rank_gradients(grad: Tensor, a: Tensor, b: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """(grad_a, grad_b) of one product, in the dtypes of a and b. Raises as `add_low_rank` does.
-
-    Args:
-        grad: the gradient [N, K] of the result of `add_low_rank`.
-        a, b: the factors [R, K] and [N, R].
-        scale: of the product.
-    """
+    """(grad_a, grad_b) of one product, in the dtypes of a and b; see the module's docstring."""
     wide = scale * grad.double()
     return (b.double().t() @ wide).to(a.dtype), (wide @ a.double().t()).to(b.dtype)
 

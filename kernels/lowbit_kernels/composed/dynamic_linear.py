@@ -167,17 +167,7 @@ def dynamic_linear(
     group_size: int = 0,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """int8 by int8 or int4, or float8 by float8 or E2M1; the module's docstring has shapes, dtypes and the formula.
-
-    Args:
-        x, codes, scale, bias, residual: as above, on one device.
-        tensorwise: one scale for all of x; float8 only.
-        zero_point, group_size, global_scale: of codes of 4 bits.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes that don't fit each other, tensors on several devices, or int8 with ``tensorwise``.
-    """
+    """int8 by int8 or int4, or float8 by float8 or E2M1; see the module's docstring."""
     k = x.shape[-1]
     rows = x.reshape(prod(x.shape[:-1]), k)
     format = format_of_tokens(codes.dtype, scale.dtype)

@@ -4,8 +4,8 @@
     gated:  the first half of out's columns is `gate`, the second `up`, and the result is silu(gate) * up
 
     x           bfloat16, float16 or float32 [T, K]: a row for each token, or for each pair
-    codes, scale, zero_point, global_scale   as in `weight_linear`, with a leading dimension E of experts, but for
-                global_scale
+    codes, scale, zero_point   as in `weight_linear`, with a leading dimension E of experts
+    global_scale, group_size, bits, table   as in `weight_linear`
     bias        x's dtype [E, N], or None
     ids         int64 [P], on x's device: the expert of each pair of a token and an expert; a token's pairs lie beside
                 each other. Ids in any order, several times or not at all; the result for an id that no expert has is 0
@@ -47,15 +47,13 @@ from lowbit_kernels.weight_only import (
     weight_mm_experts_triton,
 )
 from lowbit_kernels.weight_only.codes_format import format_of
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands, Tensors, of_experts
+from lowbit_kernels.weight_only.expert_operands import OF_EXPERTS, ExpertOperands, Tensors
 from lowbit_kernels.weight_only.weight_operands import (
-    FORMAT_OPERANDS,
     FORMAT_RULES,
     K_RULE,
     Description,
     all_described,
     all_layouts,
-    group_rules,
 )
 
 FEW = 5
@@ -68,15 +66,11 @@ FEW = 5
     planned=True,
     flops="2 * P * N * K",
     x="float [T, K]",
-    codes=of_experts("codes"),
-    scale=of_experts("scale"),
-    zero_point=of_experts("zero_point"),
+    **OF_EXPERTS,
     ids="int64 [P]",
     bias="float [E, N]",
-    global_scale=FORMAT_OPERANDS["global_scale"],
     rules={
         **FORMAT_RULES,
-        **group_rules("bits"),
         **K_RULE,
         "P % T == 0 if T else P == 0": "{P} ids are not a multiple of the {T} rows of x",
         "not gated or N % 2 == 0": "a gated product takes an even N, got {N}",
@@ -99,18 +93,7 @@ def expert_linear(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """Tokens times the weights of their experts; the module's docstring has shapes, dtypes and the formula.
-
-    Args:
-        x, codes, scale, zero_point, ids, bias, global_scale: as above, on one device.
-        group_size: elements of a row that share a scale.
-        gated: return silu(gate) * up of the two halves of the columns.
-        bits, table: the format, as in `weight_linear`.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes or formats that don't fit each other, or tensors on several devices.
-    """
+    """Tokens times the weights of their experts; see the module's docstring."""
     floats = None if bias is None else bias.float()
     tensors = x.float(), codes, scale, zero_point, floats, ids, global_scale
     return _loop(weight_linear.reference, tensors, gated, group_size, bits, table).to(x.dtype)

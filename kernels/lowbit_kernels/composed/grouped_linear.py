@@ -3,8 +3,8 @@
     out[m] = the product of `weight_linear` of x[m] and expert e's weight,  for offsets[e - 1] <= m < offsets[e]
 
     x           bfloat16, float16 or float32 [M, K]
-    codes, scale, zero_point, global_scale   as in `weight_linear`, with a leading dimension E of experts, but for
-                global_scale
+    codes, scale, zero_point   as in `weight_linear`, with a leading dimension E of experts
+    global_scale, group_size, bits, table   as in `weight_linear`
     offsets     int32 [E], on x's device: ends of the experts' tokens, as in ``torch._grouped_mm``; ascending, 0 to M
     out         x's dtype [M, N], contiguous; rows from the last offset on are 0
 
@@ -39,17 +39,15 @@ from lowbit_kernels.weight_only import (
     weight_mm_experts_triton,
 )
 from lowbit_kernels.weight_only.codes_format import format_of
-from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs, of_experts
+from lowbit_kernels.weight_only.expert_operands import OF_EXPERTS, ExpertOperands, SortedPairs
 from lowbit_kernels.weight_only.weight_mm_experts_large_sm90 import LargeExpertProduct
 from lowbit_kernels.weight_only.weight_mm_experts_triton import ExpertsTriton
 from lowbit_kernels.weight_only.weight_operands import (
-    FORMAT_OPERANDS,
     FORMAT_RULES,
     K_RULE,
     Description,
     all_described,
     all_layouts,
-    group_rules,
 )
 
 
@@ -58,12 +56,9 @@ from lowbit_kernels.weight_only.weight_operands import (
     by_layout=True,
     flops="2 * M * N * K",
     x="float [M, K]",
-    codes=of_experts("codes"),
-    scale=of_experts("scale"),
-    zero_point=of_experts("zero_point"),
+    **OF_EXPERTS,
     offsets="int32 [E]",
-    global_scale=FORMAT_OPERANDS["global_scale"],
-    rules={**FORMAT_RULES, **group_rules("bits"), **K_RULE},
+    rules={**FORMAT_RULES, **K_RULE},
 )
 def grouped_linear(
     x: Tensor,
@@ -77,17 +72,7 @@ def grouped_linear(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """Tokens times their experts' weights; the module's docstring has shapes, dtypes and the formula.
-
-    Args:
-        x, codes, scale, zero_point, offsets, global_scale: as above, on one device.
-        group_size: elements of a row that share a scale.
-        bits, table: the format, as in `weight_linear`.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes that don't fit each other, or tensors on several devices.
-    """
+    """Tokens times their experts' weights; see the module's docstring."""
     format = group_size, global_scale, bits, table
     return _loop(weight_linear.reference, x, codes, scale, zero_point, offsets, format)
 

@@ -1,7 +1,8 @@
 """The output of a linear y = x wᵀ + b in low bits, for a weight in high precision: one op for the weight's quantization
 and the product.
 
-    y = x · ŵᵀ + bias                  ŵ: the weight rounded along its rows, as `quantize_rowcol` does
+    y = x · ŵᵀ + bias                  ŵ: the weight rounded along its rows, as `quantize_rowcol` does for this
+                                       `format` and, with one scale, `tensorwise`
 
     x         int8 or float8_e4m3fn codes [M, K rounded up to a multiple of 16]
     x_scale   float32 [M] or [1]
@@ -63,15 +64,7 @@ def linear_output(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """y; shapes, dtypes and the formula are in the module's docstring.
-
-    Args:
-        format: that of the weight's codes, as of `quantize_rowcol`.
-        tensorwise: the weight has one scale (float8 only).
-
-    Raises:
-        TypeError, ValueError: as `quantize_rowcol` and `scaled_mm` do.
-    """
+    """y; see the module's docstring."""
     codes, scale, _, _ = rowcol.quantize_rowcol(
         weight, format, columns=False, tensorwise=tensorwise
     )

@@ -28,10 +28,7 @@ BLOCK = 1024
     rules={"V > 0": "rows must have a score, got {V}"},
 )
 def argmax_rows(scores: Tensor) -> Tensor:
-    """The index of the first largest score of each row, int64 [R].
-
-    Raises TypeError for other dtypes, ValueError for other shapes.
-    """
+    """The index of the first largest score of each row, int64 [R]."""
     return scores.argmax(-1)
 
 

@@ -107,10 +107,7 @@ def decode_attention(
     softcap: float = 0.0,
     eps: float = 0.0,
 ) -> Tensor:
-    """Attention of one new token over a cache; the module's docstring has shapes, dtypes and the formula.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
-    """
+    """Attention of one new token over a cache; see the module's docstring."""
     if x is not None:
         factor = rms_factor(x, eps)[:, None]
         query, key, value = (t * factor for t in (query, key, value))

@@ -41,10 +41,7 @@ BLOCK = 256
 def gated_activation(
     gate: Tensor, up: Tensor, x: Tensor | None = None, *, activation: str = "silu", eps: float = 0.0
 ) -> Tensor:
-    """activation(gate) · up, in gate's dtype; shapes and the formula are in the module's docstring.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other and other activations.
-    """
+    """activation(gate) · up, in gate's dtype; see the module's docstring."""
     g, u = gate.float(), up.float()
     if x is not None:
         factor = rms_factor(x, eps)

@@ -75,10 +75,7 @@ def quantize_to_cache(
     window: int,
     ring: bool = False,
 ) -> Tensor:
-    """Quantize tokens into a cache; the module's docstring has shapes, dtypes and the formula.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
-    """
+    """Quantize tokens into a cache; see the module's docstring."""
     tokens = key.shape[2]
     skipped = max(tokens - window, 0) if ring else 0
     at = torch.arange(skipped, tokens, device=key.device) + length[:, None]  # [1 or B, T]

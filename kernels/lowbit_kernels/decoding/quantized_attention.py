@@ -73,10 +73,7 @@ def quantized_attention(
     softcap: float = 0.0,
     ring: bool = False,
 ) -> Tensor:
-    """Attention over a quantized cache; the module's docstring has shapes, dtypes and the formula.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
-    """
+    """Attention over a quantized cache; see the module's docstring."""
     batch, width = query.shape[0], query.shape[3]
     slots = torch.arange(window, device=query.device)
     oldest = (length % window)[:, None] * (length > window)[:, None]

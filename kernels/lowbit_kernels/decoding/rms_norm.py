@@ -29,10 +29,7 @@ BLOCK = 8192
 
 @op("empty(x.dtype, *x.shape)", planned=True, x="float [..., D]", weight="float [D]")
 def rms_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
-    """The norm of each row of x [..., D] times `weight` [D] + `offset`, in x's dtype; see the module's docstring.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
-    """
+    """The norm of each row of x [..., D] times `weight` [D] + `offset`, in x's dtype; see the module's docstring."""
     y = x.float() * rms_factor(x, eps) * (weight.float() + offset)
     return y.to(x.dtype).contiguous()
 

@@ -29,18 +29,7 @@ from lowbit_kernels.runtime.triton_runtime import jit, runs_on, stored_dtype, tl
 def top_experts(
     logits: Tensor, top: int, *, normalized: bool = False, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """The weights and the ids of each token's experts; shapes and the formula are in the module's docstring.
-
-    Args:
-        logits: of the router.
-        top: K, experts of a token.
-        normalized: divide the weights of a token by their sum.
-        dtype: of the weights.
-
-    Raises:
-        TypeError: a dtype that is not of floats.
-        ValueError: other shapes, and a `top` beyond the experts.
-    """
+    """The weights and the ids of each token's `top` = K experts; see the module's docstring."""
     weights, ids = logits.float().softmax(-1).topk(top)
     if normalized:
         weights = weights / weights.sum(-1, keepdim=True)

@@ -29,10 +29,7 @@ BLOCK = 1024
     rules={"P == T * K": "y must have a row for each of the {T} x {K} weights, got {P}"},
 )
 def weighted_sum(y: Tensor, weights: Tensor) -> Tensor:
-    """The rows of y added up by their weights; shapes and the formula are in the module's docstring.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
-    """
+    """The rows of y added up by their weights; see the module's docstring."""
     rows = y.float().view(*weights.shape, y.shape[1])
     return (rows * weights.float().unsqueeze(-1)).sum(1).to(y.dtype)
 

@@ -38,14 +38,7 @@ LARGEST = 2**31 - MOST_COLUMNS
     rules={"order in (1, 2)": "order must be 1 or 2, got {order}"},
 )
 def row_norms(x: Tensor, order: int) -> Tensor:
-    """The norms of the rows, float32 [count, R]; NaN where a row holds one.
-
-    Args:
-        x: float32, bfloat16 or float16 [count, R, C].
-        order: 1, the sum of the magnitudes, or 2, the root of the sum of squares.
-
-    Raises TypeError for another dtype, ValueError for another shape or order.
-    """
+    """The norms of the rows; NaN where a row holds one. See the module's docstring."""
     norms = x.new_empty(x.shape[:2], dtype=torch.float32)
     for matrix, out in zip(x, norms, strict=True):
         out.copy_(torch.linalg.vector_norm(matrix.float(), order, -1, dtype=torch.float64))
@@ -65,16 +58,7 @@ def scale_matrices(
     columns: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The scaled matrices; the formula is in the module's docstring.
-
-    Args:
-        x: float32, bfloat16 or float16 [count, R, C].
-        rows: float32 [count, R]; None: rows stay.
-        columns: float32 [count, C]; None: columns stay.
-        out_dtype: float32, bfloat16 or float16; None: that of x.
-
-    Raises TypeError for other dtypes, ValueError for other shapes.
-    """
+    """The scaled matrices; see the module's docstring."""
     out = torch.empty(x.shape, dtype=out_dtype or x.dtype, device=x.device)
     for i, matrix in enumerate(x):
         scaled = matrix.float()

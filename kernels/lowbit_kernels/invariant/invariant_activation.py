@@ -33,10 +33,7 @@ _CUBIC = 0.044714998453855515
     rules={"kind in KINDS": "kind must be one of {KINDS}, got {kind}"},
 )
 def invariant_activation(x: Tensor, *, kind: str) -> Tensor:
-    """The activation `kind` of x, in x's dtype; see the module's docstring.
-
-    Raises TypeError for other dtypes, ValueError for another kind.
-    """
+    """The activation `kind` of x, in x's dtype; see the module's docstring."""
     wide = x.float()
     g = wide
     if kind == "gelu_tanh":

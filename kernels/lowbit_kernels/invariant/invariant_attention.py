@@ -73,11 +73,7 @@ def invariant_attention(
     scale: float,
     causal: bool,
 ) -> Tensor:
-    """Attention [B, T, H, E] of query [B, H, T, D]; the module's docstring has the formula.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other, more than 131,071 keys or
-    heads of more than 1,024 channels.
-    """
+    """Attention [B, T, H, E] of query [B, H, T, D]; see the module's docstring."""
     (batch, heads, tokens, _), (_, kv_heads, keys, width) = query.shape, value.shape
     shape = batch, kv_heads, heads // kv_heads, tokens
     if query.numel() == 0 or keys == 0:

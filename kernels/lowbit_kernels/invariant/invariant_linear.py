@@ -59,10 +59,7 @@ from lowbit_kernels.weight_only.weight_operands import (
     types={rule: message for rule, message in ADDEND_TYPES.items() if "bias" in rule},
 )
 def invariant_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x [..., K] times int8 codes [N, K] with scales, plus bias; the module's docstring has the formula.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other and a K above 131,071.
-    """
+    """x [..., K] times int8 codes [N, K] with scales, plus bias; see the module's docstring."""
     shape, n = (*x.shape[:-1], codes.shape[0]), codes.shape[0]
     rows = x.reshape(prod(x.shape[:-1]), x.shape[-1])
     if 0 in (*rows.shape, n):

@@ -36,10 +36,7 @@ _INFINITY = 0x7F800000
     rules={"D <= MOST_COLUMNS": "rows of at most {MOST_COLUMNS} columns, got {D}; use rms_norm"},
 )
 def invariant_norm(x: Tensor, weight: Tensor, *, eps: float, offset: float = 0.0) -> Tensor:
-    """The norm of each row of x [..., D] times `weight` [D] + `offset`, in x's dtype; see the module's docstring.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other and for more than 2^17 columns.
-    """
+    """The norm of each row of x [..., D] times `weight` [D] + `offset`, in x's dtype; see the module's docstring."""
     wide = x.float()
     if x.numel() == 0:
         return x.clone(memory_format=torch.contiguous_format)

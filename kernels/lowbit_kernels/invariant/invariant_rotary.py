@@ -43,10 +43,7 @@ _COS = [(-1.0) ** i / math.factorial(2 * i) for i in range(9)]
 def invariant_rotary(
     position: Tensor, inv_freq: Tensor, *, scale: float, out_dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin [..., 2 H] of the angles of positions [...]; see the module's docstring.
-
-    Raises TypeError for other dtypes, ValueError for shapes that don't fit each other.
-    """
+    """cos and sin [..., 2 H] of the angles of positions [...]; see the module's docstring."""
     angle = (position[..., None].float() * inv_freq).double()
     shifted = angle * _TWO_OVER_PI + _MAGIC
     n = shifted - _MAGIC

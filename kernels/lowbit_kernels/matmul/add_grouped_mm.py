@@ -71,15 +71,7 @@ def _kernel(
 
 
 def add_grouped_mm_(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: float) -> Tensor:
-    """y, changed in place; the module's docstring has shapes, dtypes and the formula.
-
-    Args:
-        y: [M, N], contiguous.
-        a: [M, R].
-        b: [E, R, N].
-        offsets: [E].
-        scale: a number.
-    """
+    """y, changed in place; see the module's docstring."""
     (m, n), (experts, terms, _) = y.shape, b.shape
     if y.numel() == 0 or experts == 0:
         return y

@@ -83,19 +83,7 @@ def batched_mm(
     gamma: float = 0.0,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The products; shapes and the formula are in the module's docstring.
-
-    Args:
-        a, b: the operands.
-        addend: what is added to each product; None: nothing.
-        symmetric: every product is known to be a symmetric matrix, and so is the addend.
-        alpha, beta, gamma: factors of the product, of the addend and of the identity; without addend 1, 0 and 0.
-        out_dtype: of the result; None for that of `a`.
-
-    Raises:
-        TypeError: other dtypes.
-        ValueError: shapes that don't fit each other, or factors without addend.
-    """
+    """The products; see the module's docstring."""
     out = a.new_empty((a.shape[0], a.shape[1], b.shape[2]), dtype=out_dtype or a.dtype)
     for i in range(
         a.shape[0]

@@ -2,6 +2,13 @@
 
     out[m, n] = sum_g (sum_{k in group g} a[m, k] * b[n, k]) * a_scale[g, m] * b_scale[...]  +  bias[n]
 
+    a         float8_e4m3fn [M, K], K a multiple of 128
+    b         float8_e4m3fn [N, K]
+    a_scale   float32 [K/128, M]
+    b_scale   float32 [K/128, N] of groups, or [N/128 rounded up, K/128] of tiles
+    bias      float32, bfloat16 or float16 [N], or None
+    out       out_dtype, one of these three [M, N], contiguous
+
 Group g is k = 128 g .. 128 g + 127. b_scale[...] is b_scale[g, n] for a scale for each row and group, or
 b_scale[n // 128, g] for a scale for each tile of 128 x 128.
 
@@ -58,20 +65,7 @@ def block_scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """a @ b.T with the scales of groups or tiles, by the formula of the module: [M, N], contiguous.
-
-    Args:
-        a: float8_e4m3fn [M, K], K a multiple of 128.
-        b: the same [N, K]. Both operands have K contiguous.
-        a_scale: float32 [K/128, M].
-        b_scale: float32 [K/128, N] of groups, or [N/128 rounded up, K/128] of tiles.
-        bias: float32, bfloat16 or float16 [N], or None.
-        out_dtype: float32, bfloat16 or float16.
-
-    Raises:
-        TypeError: a dtype other than these.
-        ValueError: shapes that do not fit each other, K not a multiple of 128, or tensors on several devices.
-    """
+    """a @ b.T with the scales of groups or tiles; see the module's docstring."""
     return _dequantized_product(torch.float64, a, b, a_scale, b_scale, bias, out_dtype)
 
 

@@ -8,9 +8,12 @@ The rows (tokens) are sorted by expert. `offsets` (int32 [E]) holds the end of e
     b [K, P]       out[e, n, k] = (sum_p a[n, p] * b[k, p]) * a_scale[e, n] * b_scale[e, k]
                                   over the columns p of expert e
 
-The first is the output of experts, or the gradient of their inputs; the second is the gradient of their weights.
+The first is the output of experts, or the gradient of their inputs; the second is the gradient of their weights, whose
+operands are transposed copies with the columns of `grouped_columns`, as `quantize_grouped` writes them. b_scale [1] is
+for all. K and P are multiples of 16. out is contiguous, in `out_dtype`: float32, bfloat16 or float16.
 
-Rows that no expert has, and weights of experts without rows, are 0.
+Rows that no expert has, and weights of experts without rows, are 0. Offsets are ascending, 0 to M. The op does not
+check them, because reading them waits for the GPU: those that fall or exceed M count as the nearest ones that do not.
 
 Formats and arithmetic are those of `scaled_mm`: int8 sums are exact in int32 and wrap beyond 2**31, which takes more
 than 133,000 products of 127 by 127. float8 sums have about 14 bits on Hopper.
@@ -73,22 +76,7 @@ def grouped_scaled_mm(
     *,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The scaled products of all experts by the formulas of the module: [M, N] or [E, N, K], contiguous.
-
-    Args:
-        a: int8 or float8 [M, K], K a multiple of 16; or [N, P], transposed copies with the columns of
-            `grouped_columns`, as ``quantize_grouped`` writes them.
-        b: the same [E, N, K] or [K, P], contiguous along the dimension that the product sums over.
-        a_scale: float32 [M] or [E, N].
-        b_scale: float32 [E, N] or [E, K]; [1] for all.
-        offsets: int32 [E]; ascending, 0 to M. The op does not check the values, because reading them waits for the GPU.
-            Offsets that fall or exceed M count as the nearest ones that do not.
-        out_dtype: float32, bfloat16 or float16.
-
-    Raises:
-        TypeError: a dtype, or a pair of dtypes, other than these.
-        ValueError: shapes that do not fit each other, or tensors on several devices.
-    """
+    """The scaled products of all experts; see the module's docstring."""
 
     def exact(a: Tensor, b: Tensor) -> Tensor:
         return (a.double() @ b.double().T).to(torch.float32)
@@ -119,11 +107,6 @@ def _by_expert(multiply, a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
     return out
 
 
-def _float8_sums(a: Tensor, b: Tensor) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # products of codes overflow float16
-        return a.float() @ b.float().T
-
-
 @grouped_scaled_mm.kernel
 def _launch(a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
     is_int8, device = a.dtype == torch.int8, a.device
@@ -139,11 +122,7 @@ def _launch(a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
         ran("grouped_scaled_mm", f"{name} triton")
         return grouped_mm_triton.grouped_mm(*operands)
     ran("grouped_scaled_mm", f"{name} torch")
-    return _by_expert(_int8_sums if is_int8 else _float8_sums, *operands)
-
-
-def _int8_sums(a: Tensor, b: Tensor) -> Tensor:
-    return scaled_mm.int8_sums(a, b).to(torch.float32)
+    return _by_expert(scaled_mm.float_sums, *operands)
 
 
 def _shape(a: Tensor, b: Tensor, offsets: Tensor) -> tuple[int, ...]:

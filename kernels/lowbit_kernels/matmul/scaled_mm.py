@@ -2,6 +2,13 @@
 
     out[m, n] = (sum_k a[m, k] * b[n, k]) * a_scale[m] * b_scale[n] + bias[n]
 
+    a         int8 or float8 [M, K], K a multiple of 16
+    b         int8 or float8 [N, K]
+    a_scale   float32 [M], or [1] for all rows
+    b_scale   float32 [N], or [1] for all columns, or None for 1
+    bias      float32, bfloat16 or float16 [N], or None
+    out       out_dtype, one of these three [M, N], contiguous
+
 int8 by int8: the sum is exact in int32. Then it is converted to float32, multiplied by the row's scale, by the
 column's, and the bias is added, each step in float32; the result is rounded once to the output dtype. Every
 implementation does these steps in this order. Only the addition of the bias may be fused with the product before it,
@@ -78,20 +85,7 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """a @ b.T of int8 or float8, scaled, by the formula of the module: [M, N], contiguous.
-
-    Args:
-        a: int8 or float8 [M, K], K a multiple of 16.
-        b: the same [N, K]. Both operands have K contiguous.
-        a_scale: float32 [M], or [1] for all rows.
-        b_scale: float32 [N], or [1] for all columns, or None for 1.
-        bias: float32, bfloat16 or float16 [N], or None.
-        out_dtype: float32, bfloat16 or float16.
-
-    Raises:
-        TypeError: a dtype, or a pair of dtypes, other than these.
-        ValueError: shapes that do not fit each other, K not a multiple of 16, or tensors on several devices.
-    """
+    """a @ b.T of int8 or float8, scaled; see the module's docstring."""
     # float64 holds the sum of int8 products exactly
     return _scaled((a.double() @ b.double().T).to(torch.float32), a_scale, b_scale, bias, out_dtype)
 
@@ -142,10 +136,10 @@ def _implementation(
     if is_int8:
         if runs_on(device):
             return "int8 triton", int8_mm_triton.int8_mm
-        return "int8 torch", _int8_by_torch
+        return "int8 torch", _by_torch
     if device.type == "cuda" and nvrtc.capability(device) >= (8, 9):
         return "float8 cublas", _float8_by_cublas
-    return "float8 torch", _float8_by_torch
+    return "float8 torch", _by_torch
 
 
 class Planned(NamedTuple):
@@ -209,8 +203,16 @@ def _empty_sum(a: Tensor, b: Tensor, *others: Any) -> Tensor:
     return out if bias is None else out + bias.to(out_dtype)
 
 
-def _int8_by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
-    return _scaled(int8_sums(a, b).to(torch.float32), *scales_bias_and_dtype)
+def _by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
+    return _scaled(float_sums(a, b), *scales_bias_and_dtype)
+
+
+def float_sums(a: Tensor, b: Tensor) -> Tensor:
+    """a [M, K] @ b [N, K].T by PyTorch, float32; no size is 0."""
+    if a.dtype == torch.int8:
+        return int8_sums(a, b).to(torch.float32)
+    with torch.autocast(a.device.type, enabled=False):  # products of codes overflow float16
+        return a.float() @ b.float().T
 
 
 def int8_sums(a: Tensor, b: Tensor) -> Tensor:
@@ -226,12 +228,6 @@ def int8_sums(a: Tensor, b: Tensor) -> Tensor:
             a, b = F.pad(a, (0, 1)), F.pad(b, (0, 1))
         a, b = (torch.cat([x, x]) if x.shape[0] == 1 else x for x in (a, b))
     return torch._int_mm(a, b.T)[:m, :n]
-
-
-def _float8_by_torch(a: Tensor, b: Tensor, *scales_bias_and_dtype) -> Tensor:
-    with torch.autocast(a.device.type, enabled=False):  # products of codes overflow float16
-        sums = a.float() @ b.float().T
-    return _scaled(sums, *scales_bias_and_dtype)
 
 
 def _float8_by_cublas(a, b, a_scale, b_scale, bias, out_dtype) -> Tensor:

@@ -2,6 +2,13 @@
 
     out[m, n] = (sum_k a[m, k] * (code[n, k] - 2)) * a_scale[m] * b_scale + bias[n]
 
+    a         int8 [M, Ka], Ka at least K; columns beyond K are zero, as `quantize_rowcol` pads
+    packed    uint8 [N, ceil(K / 4)]: codes 1, 2, 3 for -1, 0, 1; four in a byte, the first in the lowest bits
+    a_scale   float32 [M]
+    b_scale   float32 [1]
+    bias      float32, bfloat16 or float16 [N], or None
+    out       out_dtype, one of these three [M, N]
+
 The sum is exact in int32. The other steps are those of `lowbit_kernels.matmul.scaled_mm`; the result equals that of
 scaled_mm to the bit, except that either op may fuse the addition of the bias with the product before it.
 
@@ -49,18 +56,7 @@ def ternary_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """The product [M, N] by the formula of the module.
-
-    Args:
-        a: int8 [M, Ka], Ka at least K; columns beyond K are zero, as `quantize_rowcol` pads.
-        packed: uint8 [N, ceil(K / 4)]: codes 1, 2, 3 for -1, 0, 1; four in a byte, the first in the lowest bits.
-        a_scale: float32 [M].
-        b_scale: float32 [1].
-        bias: float32, bfloat16 or float16 [N], or None.
-        out_dtype: float32, bfloat16 or float16.
-
-    Raises TypeError for other dtypes, ValueError for shapes that do not fit each other.
-    """
+    """The product; see the module's docstring."""
     sums = (a.double() @ _unpacked(packed, a.shape[1]).double().t()).float()
     y = sums * a_scale[:, None] * b_scale
     return (y if bias is None else y + bias.float()).to(out_dtype)

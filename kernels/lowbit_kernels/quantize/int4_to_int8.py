@@ -3,10 +3,13 @@
     value[r, k]                = (nibble[r, k] - 8) * scale[r, k // G]      in float32
     int8[r, :], row_scale[r]   those that `quantize_rowcol` gives the row value[r, :]
 
-    codes      uint8 [R, W], two codes + 8 a byte, the even one in the low half; 2 W = groups * G
+    codes      uint8 [R, W], two codes + 8 a byte, the even one in the low half; 2 W = groups * G (`group_size`)
     scale      float32 [R, groups]
     int8       int8 [R, K rounded up to a multiple of 16], 0 in the padding; K is the size, at most 2 W
     row_scale  float32 [R]
+
+`after` is not read. Given the gradient, it makes torch.compile compute the codes in the backward pass. Otherwise it
+would keep those of the forward pass until then.
 
 So int8 products read a weight that is stored in 4 bits, and no copy in 16 bits is written and read. The scales alone
 don't give the largest value of a row: a group of zeros has a scale too. So a program reads the codes of a row, half a
@@ -45,20 +48,7 @@ BLOCK, WARPS = 256, 2
 def int4_to_int8(
     codes: Tensor, scale: Tensor, *, group_size: int, size: int, after: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """int8 codes and row_scale; shapes, dtypes and the formula are in the module's docstring.
-
-    Args:
-        codes: uint8 [R, W].
-        scale: float32 [R, groups].
-        group_size: G, elements of a row that share a scale.
-        size: K, elements of a row without padding.
-        after: not read. Given the gradient, it makes torch.compile compute the codes in the backward pass. Otherwise it
-            would keep those of the forward pass until then.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: shapes that do not fit each other, or a size beyond the columns.
-    """
+    """int8 codes and row_scale; see the module's docstring."""
     values = dequantized(codes, scale, None, group_size, size, torch.float32, None, 4, ())
     found, row_scale, _, _ = quantize_rowcol.reference(values, "int8", columns=False)
     return found, row_scale

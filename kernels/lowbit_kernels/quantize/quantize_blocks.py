@@ -21,7 +21,8 @@ Tiles (``tiles=True``), for weights:
     scale_t        = scale transposed                                float32 [K'/128, M'/128]
     codes_t        = codes transposed                                float8_e4m3fn [K, M']
 
-Both products of a weight then see the same rounded weight. A pair that is not requested comes back as [0, 0], [0, 0].
+Both products of a weight then see the same rounded weight. A pair that is not requested (`rows`, `columns`) comes back
+as [0, 0], [0, 0].
 
 x is float32, bfloat16 or float16 with any strides. No scale is smaller than 2**-126. Codes and scales are bit for bit
 those of ``lowbit``'s `Spec` with the same blocks. A group with a NaN or an infinity has scale NaN and codes 0, so that
@@ -58,18 +59,7 @@ SMALLEST_SCALE = 2.0**-126
 def quantize_blocks(
     x: Tensor, *, tiles: bool, rows: bool = True, columns: bool = True, power_of_two: bool = False
 ) -> Result:
-    """codes, scale, codes_t, scale_t; shapes, dtypes and the formula are in the module's docstring.
-
-    Args:
-        x: [M, K].
-        tiles: a scale for each tile of 128 x 128, instead of each 128 elements.
-        rows, columns: which pairs are computed.
-        power_of_two: round each scale up to a power of two.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: a shape other than [M, K].
-    """
+    """codes, scale, codes_t, scale_t; see the module's docstring."""
     m, k = x.shape
     # [M'/128, 128, K'/128, 128]: the padding of zeros changes no maximum
     blocks = F.pad(x.to(torch.float32), (0, -k % BLOCK, 0, -m % BLOCK))

@@ -3,7 +3,7 @@
     codes[e, n, :], scale[e, n]    those that `quantize_rowcol` gives the row weight[e, n, :]
 
     weight    float32, bfloat16 or float16 [E, N, K], any strides
-    codes     int8, float8_e4m3fn or float8_e5m2 [E, N, K rounded up to a multiple of 16], 0 in the padding;
+    codes     in `format`, as of `quantize_rowcol` [E, N, K rounded up to a multiple of 16], 0 in the padding;
               ``transposed``: [E, K, N rounded up to a multiple of 16]
     scale     float32 [E, N]
 
@@ -40,18 +40,7 @@ from lowbit_kernels.runtime.op import op
 def quantize_experts(
     weight: Tensor, format: str, *, transposed: bool = False, scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """codes and scale; shapes, dtypes and the formula are in the module's docstring.
-
-    Args:
-        weight: [E, N, K].
-        format: "int8", "e4m3" or "e5m2".
-        transposed: codes are [E, K, N].
-        scale: the scales of these rows and this format, where they are known; only with `transposed`.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: an unknown format, a weight or scale of another shape, or a scale for codes along rows.
-    """
+    """codes and scale; see the module's docstring."""
     experts, n, k = weight.shape
     flat = weight.reshape(experts * n, k)
     codes, found, _, _ = quantize_rowcol.reference(flat, format, columns=False)

@@ -71,13 +71,7 @@ def values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     x="float [N]",
 )
 def quantize_flat(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Codes, int8 [ceil(N / 128), 128], and scales, [ceil(N / 128), 1] in the dtype of x; see the module.
-
-    Args:
-        x: float32, bfloat16 or float16 [N].
-
-    Raises TypeError for another dtype, ValueError for another shape.
-    """
+    """Codes, int8 [ceil(N / 128), 128], and scales, [ceil(N / 128), 1] in the dtype of x [N]; see the module."""
     blocks = -(-x.numel() // BLOCK)
     codes = x.new_empty(blocks, BLOCK, dtype=torch.int8)
     scale = x.new_empty(blocks, 1)
@@ -98,10 +92,7 @@ def quantize_flat(x: Tensor) -> tuple[Tensor, Tensor]:
     rules={"(B - 1) * 128 < count <= B * 128": "{B} blocks of 128 do not hold count={count}"},
 )
 def dequantize_flat(codes: Tensor, scale: Tensor, count: int) -> Tensor:
-    """The values that `quantize_flat` has rounded, [count] in the dtype of `scale`.
-
-    Raises TypeError for another dtype, ValueError for shapes or a count that do not fit.
-    """
+    """The values that `quantize_flat` has rounded, [count] in the dtype of `scale`."""
     values = scale.new_empty(codes.shape)
     for out, *parts in zip(*(t.split(_PIECE) for t in (values, codes, scale)), strict=True):
         out.copy_(values_of(parts[0], parts[1], scale.dtype))

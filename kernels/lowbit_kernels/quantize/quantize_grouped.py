@@ -9,7 +9,7 @@ is `quantize_rowcol` for each expert e with the rows R(e), of which only the dev
     x           float32, bfloat16 or float16 [M, K], any strides
     offsets     int32 [E]; ascending, 0 to M
     row_factor  float32 [E, K], or None
-    codes       int8, float8_e4m3fn or float8_e5m2 [M, K rounded up to a multiple of 16], 0 in the padding
+    codes       in `format`, as of `quantize_rowcol` [M, K rounded up to a multiple of 16], 0 in the padding
     scale       float32 [M]
     codes_t     like codes, [K, W]: the columns of experts as `grouped_columns` places them
     scale_t     float32 [E, K]; 1 for experts without rows
@@ -64,20 +64,7 @@ def quantize_grouped(
     seed: Tensor | None = None,
     row_factor: Tensor | None = None,
 ) -> Result:
-    """codes, scale, codes_t, scale_t; shapes, dtypes and the formula are in the module's docstring.
-
-    Args:
-        x: [M, K].
-        offsets: [E].
-        format: "int8", "e4m3" or "e5m2".
-        rows, columns: which pairs are computed.
-        seed: int64, one element, on x's device; with it the rounding is stochastic.
-        row_factor: [E, K], multiplied into the row copy.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: an unknown format, shapes that do not fit each other, or tensors on several devices.
-    """
+    """codes, scale, codes_t, scale_t; see the module's docstring."""
     (m, k), experts = x.shape, offsets.shape[0]
     codes, scale, codes_t, scale_t = allocate(x, offsets, format, rows, columns)
     values, counts = x.to(torch.float32), grouped_columns.counts(offsets, m)

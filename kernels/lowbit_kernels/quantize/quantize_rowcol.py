@@ -6,14 +6,15 @@
     scale_t[k], codes_t[k, m]                                    the same along the columns
 
     x         float32, bfloat16 or float16 [M, K], any strides
-    codes     int8, float8_e4m3fn or float8_e5m2 [M, K rounded up to a multiple of 16], 0 in the padding
+    codes     int8, float8_e4m3fn or float8_e5m2 (`format` "int8", "e4m3" or "e5m2") [M, K rounded up to a multiple of
+              16], 0 in the padding
     scale     float32 [M]
     codes_t   like codes, [K, M rounded up to a multiple of 16]
     scale_t   float32 [K]
 
 So a product (`scaled_mm`) can sum over contiguous elements of either copy. ``tensorwise`` (float8 only): one scale, the
-largest magnitude of the matrix divided by L; scale and scale_t are then [1]. A pair that is not requested comes back as
-[0, 0] and [0].
+largest magnitude of the matrix divided by L; scale and scale_t are then [1]. A pair that is not requested
+(`rows`, `columns`) comes back as [0, 0] and [0].
 
 With ``row_factor``, float32 [K], the row copy is that of x[m, k] * row_factor[k], the product rounded to float32; the
 transposed copy is still that of x. With ``row_scales`` the transposed copy takes over the row copy: codes_t[k, m] =
@@ -25,8 +26,8 @@ Each float32 operation is rounded once. So codes and scales of rows equal those 
 schemes of lowbit, except that a row of zeros has scale 1 here. No scale is smaller than 2**-126. A row with a NaN or an
 infinity has scale NaN and codes 0, so that its products are NaN.
 
-With ``seed`` the rounding is stochastic: up with a probability equal to the distance from the number below, so that the
-expectation is x (to 2**-16 of a step). Both copies of element (m, k) use the same bits,
+With ``seed``, int64 of one element, the rounding is stochastic: up with a probability equal to the distance from the
+number below, so that the expectation is x (to 2**-16 of a step). Both copies of element (m, k) use the same bits,
 `lowbit_kernels.elementwise.random_bits` with the index m * (K rounded up to a multiple of 8) + k::
 
     int8:    floor((round(x / scale * 2**15) + the draw's upper 15 bits) / 2**15)
@@ -91,23 +92,7 @@ def quantize_rowcol(
     row_factor: Tensor | None = None,
     row_scales: bool = False,
 ) -> Result:
-    """codes, scale, codes_t, scale_t; shapes, dtypes and the formula are in the module's docstring.
-
-    Args:
-        x: [M, K].
-        format: "int8", "e4m3" or "e5m2".
-        rows, columns: which pairs are computed.
-        tensorwise: one scale for all; float8 only.
-        seed: int64, one element, on x's device; with it the rounding is stochastic.
-        row_factor: float32 [K], on x's device: multiplied into the row copy. Not with ``tensorwise``.
-        row_scales: the transposed copy has the codes and scales of the row copy. Not with ``row_factor``.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: an unknown format, a shape other than [M, K], int8 with ``tensorwise``, a seed of other than one
-            element, a row_factor of another shape, either of them on another device, or options that exclude each
-            other.
-    """
+    """codes, scale, codes_t, scale_t; see the module's docstring."""
     values = x.to(torch.float32)
     draws = None if seed is None else draws_of(x.shape[0], x.shape[1], seed)
     pairs: list[Tensor] = []

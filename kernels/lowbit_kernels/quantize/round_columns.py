@@ -64,10 +64,7 @@ def round_columns(
     levels: Tensor,
     kept: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """values and errors; shapes, dtypes and the formula are in the module's docstring.
-
-    Raises TypeError for other dtypes, ValueError for other shapes and for more than 128 columns.
-    """
+    """values and errors; see the module's docstring."""
     left = columns.clone()
     values, errors = torch.empty_like(columns), torch.empty_like(columns)
     groups, inverse, one_over = group.tolist(), upper.diagonal().reciprocal(), scale.reciprocal()

@@ -7,7 +7,7 @@
     out    like codes, [E, K, N rounded up to a multiple of 16], 0 in the padding
 
 So the product for the input's gradient reads the codes that the forward product reads. PyTorch's copy of a transposed
-tensor moves single bytes; the Triton kernel moves tiles.
+tensor moves single bytes; the Triton kernel moves tiles. `after` is that of `int4_to_int8`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,7 @@ DTYPES = (torch.int8, torch.float8_e4m3fn, torch.float8_e5m2)
     rules={"0 <= k <= K": "k must be 0 to K, here {K}, got {k}"},
 )
 def transpose_codes(codes: Tensor, k: int, after: Tensor | None = None) -> Tensor:
-    """The transposed codes; shapes, dtypes and the formula are in the module's docstring.
-
-    ``after``: not read. Given the gradient, it makes torch.compile transpose in the backward pass. Otherwise the
-    forward pass may do so, and keep the result until then.
-
-    Raises:
-        TypeError: another dtype.
-        ValueError: another shape, or k beyond the columns.
-    """
+    """The transposed codes; see the module's docstring."""
     own = codes.view(torch.uint8)[..., :k].mT
     return F.pad(own, (0, -codes.shape[1] % 16)).contiguous().view(codes.dtype)
 

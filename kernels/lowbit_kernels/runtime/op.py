@@ -73,7 +73,8 @@ LEADING = "*leading_"
 
 
 class Op(Protocol[P, R_co]):
-    """A declared op. Calling it calls ``torch.ops.lowbit.<name>``, whose errors are those of its declaration.
+    """A declared op. Calling it calls ``torch.ops.lowbit.<name>``, whose errors are those of its declaration: TypeError
+    for other dtypes; ValueError for other shapes, sizes and names, and for tensors on several devices.
 
     Attributes:
         overload: the op itself, which takes its arguments by position.

@@ -12,7 +12,12 @@
     zero_point  int8 or uint8, on the grid of the codes; a floating dtype: the value of the code `mid`, which is 0 or,
                 where codes begin at 0, 2^(bits - 1); or None for 0
 
-The group size is any positive number. Kp is K padded to a multiple of it.
+Ops take these tensors, and besides
+
+    group_size  elements of a row that share a scale: any positive number. Kp is K padded to a multiple of it
+    bits        of a code in a bit stream, 1 to 8; 0: 4 for uint8 codes, 8 for other dtypes
+    table       as above, of 2^bits numbers
+    size        K, the elements of a row without the padding
 """
 
 from __future__ import annotations

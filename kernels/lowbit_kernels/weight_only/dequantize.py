@@ -1,18 +1,17 @@
 """Weights of 1 to 8 bits to floating point, by the formula of `codes_format`.
 
-The value is rounded once to float32, and that once to the output dtype: float32, bfloat16 or float16 [N, K],
-contiguous, K <= Kp. All implementations below give the same bits.
+It explains codes, scale, zero_point, global_scale, group_size, size, bits and table. The value is rounded once to
+float32, and that once to `dtype`: float32, bfloat16 or float16 [N, K], contiguous, K <= Kp. All implementations below
+give the same bits. Rows may be strided (a slice of a larger weight); offsets are 64-bit. Callers flatten leading
+dimensions, such as experts.
 
-G (``group_size``) is any positive number; for one scale a row, it is Kp. Kp is K padded to a multiple of G. Padding
-does not appear in the result. Rows may be strided (a slice of a larger weight); offsets are 64-bit. Callers flatten
-leading dimensions, such as experts.
-
-On GPUs the kernel of `dequantize_triton` runs. On a CPU, PyTorch's integer operations dequantize signed integers of 4
-and 8 bits, a block of rows that fits the L2 cache at a time. The reference serves other formats there.
+On GPUs the kernel of `dequantize_triton` runs. On a CPU that of `dequantize_cpu` takes contiguous weights with floating
+scales, and the reference serves others.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -21,33 +20,18 @@ from torch import Tensor
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 from lowbit_kernels.runtime.triton_runtime import runs_on, stored_dtype
+from lowbit_kernels.weight_only.codes_cpu import Parts
 from lowbit_kernels.weight_only.codes_format import CodesFormat, dequantized, format_of
+from lowbit_kernels.weight_only.dequantize_cpu import dequantizer
 from lowbit_kernels.weight_only.dequantize_triton import fill
-from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, group_rules
-
-CPU_CACHE_BYTES = 2**21
-"""Bytes of the result that a CPU computes at a time: its L2 cache."""
-NIBBLES_TO_FLOATS = {
-    torch.float32: (torch.int64, torch.int32, 28, 2.0**23),
-    torch.bfloat16: (torch.int32, torch.int16, 12, 128.0),
-    torch.float16: (torch.int32, torch.int16, 12, 1024.0),
-}
-"""For each result dtype: an integer as wide as two results, one as wide as one, the bits by which the second nibble of
-a byte moves within the wide integer, and the float that each nibble is added to (its unit in the last place is 1)."""
+from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, SIZE_RULE
 
 
 @op(
     "empty(dtype, N, size)",
     planned=True,
-    codes=FORMAT_OPERANDS["codes"],
-    scale=FORMAT_OPERANDS["scale"],
-    zero_point=FORMAT_OPERANDS["zero_point"],
-    global_scale=FORMAT_OPERANDS["global_scale"],
-    rules={
-        **FORMAT_RULES,
-        **group_rules("bits"),
-        "0 <= size <= groups * group_size": "size must be 0..{groups * group_size}, the codes of a row; got {size}",
-    },
+    **FORMAT_OPERANDS,
+    rules={**FORMAT_RULES, **SIZE_RULE},
     dtype="float",
 )
 def dequantize(
@@ -62,22 +46,7 @@ def dequantize(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """Dequantize a weight of 1 to 8 bits.
-
-    Shapes, dtypes and the formula are in the docstring of `codes_format`.
-
-    Args:
-        codes, scale, zero_point, global_scale: as there, on one device.
-        group_size: G, elements of a row that share a scale.
-        size: K, elements of a row without padding.
-        dtype: of the result.
-        bits: of a code in a bit stream, 1 to 8; 0: 4 bits for uint8 codes, 8 for other dtypes.
-        table: the number of each of the 2^bits codes; empty for integers and float8.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes or formats that do not fit each other.
-    """
+    """The values of a weight in few bits; see the module's docstring."""
     parts = (codes, scale, zero_point, group_size, size, torch.float32)
     return dequantized(*parts, global_scale, bits, table).to(dtype)
 
@@ -99,50 +68,23 @@ def values_on_cpu(
     global_scale: Tensor | None = None,
 ) -> Tensor:
     """The op's result, of weights on a CPU or where no kernel runs."""
-    (rows, groups), width = scale.shape, codes.shape[1] * 8 // format.bits
-    is_simple = format.is_int4_or_int8 and codes.device.type == "cpu"
-    if not is_simple or not width == groups * group_size > 0:
-        parts = (codes, scale, zero_point, group_size, size, dtype)
-        return reference(*parts, global_scale, format.bits, format.table)
-    out = codes.new_empty((rows, width), dtype=dtype)
-    step = max(1, CPU_CACHE_BYTES // (width * out.itemsize))
-    for first in range(0, rows, step):
-        part = slice(first, first + step)
-        zeros = None if zero_point is None else zero_point[part]
-        _fill_on_cpu(out[part], codes[part], scale[part], zeros, group_size)
-    return out if width == size else out[:, :size].contiguous()
+    rows, groups = scale.shape
+    if codes.device.type == "cpu" and scale.numel() > 0 and not format.scale_bytes:
+        zeros = zero_point
+        if zeros is not None and zeros.is_floating_point():
+            zeros = zeros.float()
+        parts = Parts(codes, scale.float(), zeros)
+        kernel = _kernel(format, rows, groups * group_size, group_size)
+        if kernel is not None and kernel.fits(parts):
+            out = codes.new_empty((rows, size), dtype=dtype)
+            for tile, values in kernel.tiles(parts):
+                out[tile] = values[:, :size]
+            return out
+    own = (codes, scale, zero_point, group_size, size, dtype)
+    return reference(*own, global_scale, format.bits, format.table)
 
 
-def _fill_on_cpu(
-    out: Tensor, codes: Tensor, scale: Tensor, zero_point: Tensor | None, group_size: int
-) -> None:
-    """Write the op's result into `out` [N, Kp], contiguous, by PyTorch ops; Kp of int4 codes is even."""
-    if codes.dtype == torch.uint8:
-        _write_nibbles(out, codes)
-    else:
-        out.copy_(codes)
-    groups = out.view(len(out), scale.shape[1], group_size)
-    if zero_point is not None:
-        groups.sub_(zero_point.unsqueeze(-1))
-    if out.dtype in (scale.dtype, torch.float32):
-        groups.mul_(scale.unsqueeze(-1))
-    else:
-        groups.copy_(groups.float() * scale.float().unsqueeze(-1))
-
-
-def _write_nibbles(out: Tensor, packed: Tensor) -> None:
-    """Write the codes of packed int4 as numbers, without unpacking them to bytes first.
-
-    Both nibbles of a byte are moved, by one product and one mask, to where their results belong. There each is ORed
-    into the mantissa of 2**23 (bfloat16: 128, float16: 1024), whose unit in the last place is 1.
-    """
-    wide, narrow, distance, unit = NIBBLES_TO_FLOATS[out.dtype]
-    step = out.itemsize * 8
-    words = out.view(wide)
-    words.copy_(packed).mul_(1 + (1 << distance)).bitwise_and_(15 << step | 15)
-    exponent = int(torch.tensor(unit, dtype=out.dtype).view(narrow))
-    words.bitwise_or_(exponent << step | exponent)
-    out.sub_(unit + 8)
+_kernel = functools.lru_cache(maxsize=4096)(dequantizer)
 
 
 # ---- the op --------------------------------------------------------------------------------------------------------
@@ -159,10 +101,9 @@ def _launch(
         out = codes.new_empty((codes.shape[0], size), dtype=stored_dtype(dtype, codes.device))
         fill(out, codes, scale, zero_point, group_size, format, global_scale, op="dequantize")
         return out.to(dtype)
-    if not format.is_int4_or_int8:
-        return None
     ran("dequantize", f"{_name(format)} torch")
-    return values_on_cpu(codes, scale, zero_point, group_size, size, dtype, format)
+    own = (codes, scale, zero_point, group_size, size, dtype)
+    return values_on_cpu(*own, format, global_scale)
 
 
 def dequantize_into(out: Tensor, codes: Tensor, scale: Tensor, group_size: int) -> None:

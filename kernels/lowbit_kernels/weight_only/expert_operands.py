@@ -13,10 +13,12 @@ Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, Te
 """x, codes, scale, zero_point, bias, ids and global_scale of a product."""
 
 
-def of_experts(name: str) -> str:
-    """The declaration of a tensor of `weight_linear` with a dimension of experts."""
-    dtypes, shape = FORMAT_OPERANDS[name].split(" [", 1)
-    return f"{dtypes} [E, {shape.replace(', flatten leading dimensions first', '')}"
+OF_EXPERTS = {
+    **FORMAT_OPERANDS,
+    "codes": "uint8|codes [E, N, W]; uint8 holds a bit stream of codes",
+    **{n: FORMAT_OPERANDS[n].replace("[N", "[E, N") for n in ("scale", "zero_point")},
+}
+"""The tensors of every format, with a dimension of experts, for declarations."""
 
 
 class SortedPairs(NamedTuple):

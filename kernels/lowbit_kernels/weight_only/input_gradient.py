@@ -4,8 +4,9 @@
 
     grad    bfloat16, float16 or float32 [..., N]
     out     grad's dtype [..., K], contiguous; K (``size``) leaves out the padding of rows
+    codes, scale, zero_point, group_size, global_scale, bits, table   the weight, as in `codes_format`
 
-`codes_format` has the formula of the weight, and its tensors. It is rounded once to grad's dtype; sums are float32.
+The weight is rounded once to grad's dtype; sums are float32.
 
 On a GPU, cuBLAS multiplies by what `dequantize_triton` decodes into the same memory, as `weight_mm_dequantized` does: a
 weight of up to 128 MiB as a whole, and of a larger one a chunk of whole groups of columns at a time. So each element of
@@ -26,7 +27,7 @@ from lowbit_kernels.runtime.triton_runtime import runs_on
 from lowbit_kernels.weight_only import weight_mm_dequantized
 from lowbit_kernels.weight_only.codes_format import dequantized, format_of
 from lowbit_kernels.weight_only.dequantize_triton import CYCLE
-from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, group_rules
+from lowbit_kernels.weight_only.weight_operands import FORMAT_OPERANDS, FORMAT_RULES, SIZE_RULE
 
 COLUMNS_OF_A_TILE = 256
 
@@ -35,15 +36,8 @@ COLUMNS_OF_A_TILE = 256
     "empty(grad.dtype, *grad.shape[:-1], size)",
     flops="2 * grad.numel() * size",
     grad="float [..., N]",
-    codes=FORMAT_OPERANDS["codes"],
-    scale=FORMAT_OPERANDS["scale"],
-    zero_point=FORMAT_OPERANDS["zero_point"],
-    global_scale=FORMAT_OPERANDS["global_scale"],
-    rules={
-        **FORMAT_RULES,
-        **group_rules("bits"),
-        "0 <= size <= groups * group_size": "size must be 0..{groups * group_size}, the codes of a row; got {size}",
-    },
+    **FORMAT_OPERANDS,
+    rules={**FORMAT_RULES, **SIZE_RULE},
 )
 def input_gradient(
     grad: Tensor,
@@ -57,19 +51,7 @@ def input_gradient(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """grad times a weight in few bits; the module's docstring has shapes, dtypes and the formula.
-
-    Args:
-        grad, codes, scale, zero_point, global_scale: as above, on one device.
-        group_size: elements of a row of the weight that share a scale.
-        size: K, elements of a row without padding.
-        bits: of a code in a bit stream, 1 to 8; 0: 4 bits for uint8 codes, 8 for other dtypes.
-        table: the number of each of the 2^bits codes; empty for integers and float8.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes or formats that don't fit each other, or tensors on several devices.
-    """
+    """grad times a weight in few bits; see the module's docstring."""
     parts = (codes, scale, zero_point, group_size, size, torch.float64)
     return (grad.double() @ dequantized(*parts, global_scale, bits, table)).to(grad.dtype)
 

@@ -7,9 +7,9 @@
     out             x's dtype [..., N], contiguous
 
 `codes_format` has the formula of the weight, and its tensors codes, scale, zero_point and global_scale: integers of 1
-to 8 bits, float8, and tables (NF4, MXFP4, NVFP4). The group size G (`group_size`) is any positive number; K or more
-means one scale a row. Kp is K padded to a multiple of G, and the values in the padding don't count. Rows of the weight
-may be strided, offsets are 64-bit, NaN and infinities pass.
+to 8 bits, float8, and tables (NF4, MXFP4, NVFP4), of `group_size`, `bits` and `table`. A group size of K or more means
+one scale a row. The values in the padding don't count. Rows of the weight may be strided, offsets are 64-bit, NaN and
+infinities pass.
 
 Sums are float32, and a group's sum is scaled in float32, so the weight is not rounded (`weight_mm_decode_sm90` and
 `weight_mm_large_batch_sm90` state exceptions). "dequantize" rounds the weight to x's dtype first. There, and on CPUs,
@@ -65,7 +65,6 @@ from lowbit_kernels.weight_only.weight_operands import (
     WeightOperands,
     all_described,
     all_layouts,
-    group_rules,
 )
 
 IMPLEMENTATIONS = {
@@ -85,13 +84,10 @@ ON_CPU = ("triton", "cpu", "dequantize")  # Triton only under its interpreter
     planned=True,
     flops="2 * x.numel() * N",
     x="float [..., K]",
-    codes=FORMAT_OPERANDS["codes"],
-    scale=FORMAT_OPERANDS["scale"],
-    zero_point=FORMAT_OPERANDS["zero_point"],
+    **FORMAT_OPERANDS,
     bias="float [N]",
     residual="float [..., N]",
-    global_scale=FORMAT_OPERANDS["global_scale"],
-    rules={**FORMAT_RULES, **group_rules("bits"), **K_RULE},
+    rules={**FORMAT_RULES, **K_RULE},
     types=ADDEND_TYPES,
 )
 def weight_linear(
@@ -107,18 +103,7 @@ def weight_linear(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """x times a weight in few bits; the module's docstring has shapes, dtypes and the formula.
-
-    Args:
-        x, codes, scale, zero_point, bias, residual, global_scale: as above, on one device.
-        group_size: elements of a row that share a scale.
-        bits: of a code in a bit stream, 1 to 8; 0: 4 bits for uint8 codes, 8 for other dtypes.
-        table: the number of each of the 2^bits codes; empty for integers and float8.
-
-    Raises:
-        TypeError: a dtype other than those above.
-        ValueError: shapes or formats that don't fit each other, or tensors on several devices.
-    """
+    """x times a weight in few bits; see the module's docstring."""
     parts = (codes, scale, zero_point, group_size, x.shape[-1], torch.float64)
     out = x.double() @ dequantized(*parts, global_scale, bits, table).T
     for part in (bias, residual):

@@ -28,21 +28,8 @@ STORED_BITS = "(4 if codes.dtype == torch.uint8 else 8)"
 """In a rule, the bits of a code where an op gives none, as `codes_format.bits_of`."""
 
 
-def group_rules(bits: str = "0") -> dict[str, str]:
-    """Rules of ops that take codes [..., W] and a scale [..., groups] for each `group_size` elements.
-
-    Args:
-        bits: the op's argument of this name, if it has one.
-    """
-    width = f"-(-groups * group_size * ({bits} or {STORED_BITS}) // 8)"
-    return {
-        "group_size >= 1": "group_size must be 1 or more elements, got {group_size}",
-        f"W == {width}": (
-            "a scale of shape {tuple(scale.shape)} with group_size {group_size} takes {codes.dtype} codes of shape "
-            f"{{(*codes.shape[:-1], {width})}}, got {{tuple(codes.shape)}}"
-        ),
-    }
-
+WIDTH = f"-(-groups * group_size * (bits or {STORED_BITS}) // 8)"
+"""In a rule, the bytes of a row's codes."""
 
 FORMAT_RULES = {
     "0 <= bits <= 8 and (codes.dtype == torch.uint8 or bits in (0, 8))": (
@@ -64,15 +51,24 @@ FORMAT_RULES = {
     "global_scale is None or scale.dtype == torch.float8_e4m3fn": (
         "global_scale goes with a scale of torch.float8_e4m3fn; got one of {scale.dtype}"
     ),
+    "group_size >= 1": "group_size must be 1 or more elements, got {group_size}",
+    f"W == {WIDTH}": (
+        "a scale of shape {tuple(scale.shape)} with group_size {group_size} takes {codes.dtype} codes of shape "
+        f"{{(*codes.shape[:-1], {WIDTH})}}, got {{tuple(codes.shape)}}"
+    ),
 }
 """Rules of ops that take every format of `codes_format`."""
-FORMAT_OPERANDS = {
+FORMAT_OPERANDS: dict[str, Any] = {  # strings; Any, since they are passed on by **
     "codes": "uint8|codes [N, W]; uint8 holds a bit stream of codes, flatten leading dimensions first",
     "scale": "float|uint8|float8_e4m3fn [N, groups]; uint8 is e8m0",
     "zero_point": "int8|uint8|float [N, groups]; integers lie on the grid of the codes, floats are values",
     "global_scale": "float32 [] or [1] or [1, 1]",
 }
 """The tensors of every format, for the declarations of these ops."""
+SIZE_RULE = {
+    "0 <= size <= groups * group_size": "size must be 0..{groups * group_size}, the codes of a row; got {size}"
+}
+"""The rule of the elements of a row without the padding."""
 K_RULE = {
     "(groups - 1) * group_size < K <= groups * group_size or not (K or groups)": (
         "x has K = {K}, but {groups} groups of {group_size} hold a K of {max((groups - 1) * group_size + 1, 0)} to "

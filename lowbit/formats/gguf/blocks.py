@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -276,7 +277,7 @@ def _decoded(kind: str, rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _mxfp4(b: Tensor, dtype: torch.dtype) -> TableTensor:
-    q = torch.cat([b[..., 1:] & 15, b[..., 1:] >> 4], -1).flatten(1)
+    q = _halves(b[..., 1:]).flatten(1)
     return TableTensor(pack(q, 4), {"scale": b[..., 0].contiguous()}, MXFP4, q.shape, dtype)
 
 
@@ -334,28 +335,19 @@ def _bits_of(b: Tensor, width: int) -> Tensor:
     return ((b.unflatten(-1, (-1, 1, 32)) >> shifts) & (2**width - 1)).flatten(2)
 
 
-def _q4_0(b: Tensor) -> Block:
-    return torch.cat([b[..., 2:] & 15, b[..., 2:] >> 4], -1), _half(b, 0), None
+def _halves(b: Tensor) -> Tensor:
+    """The low nibbles of all bytes, then the high ones."""
+    return torch.cat([b & 15, b >> 4], -1)
 
 
-def _q4_1(b: Tensor) -> Block:
-    return torch.cat([b[..., 4:] & 15, b[..., 4:] >> 4], -1), _half(b, 0), _half(b, 2)
-
-
-def _fifth_bit(b: Tensor, at: int) -> Tensor:
-    """[N, B, 32], 0 or 16: bit j of the four bytes at `at` is the highest bit of element j."""
-    shifts = torch.arange(8, dtype=torch.uint8)
-    return (((b[..., at : at + 4, None] >> shifts) & 1) << 4).flatten(2)
-
-
-def _q5_0(b: Tensor) -> Block:
-    low = torch.cat([b[..., 6:] & 15, b[..., 6:] >> 4], -1)
-    return low | _fifth_bit(b, 2), _half(b, 0), None
-
-
-def _q5_1(b: Tensor) -> Block:
-    low = torch.cat([b[..., 8:] & 15, b[..., 8:] >> 4], -1)
-    return low | _fifth_bit(b, 4), _half(b, 0), _half(b, 2)
+def _q_of_32(has_minimum: bool, has_fifth: bool, b: Tensor) -> Block:
+    """Q4_0, Q4_1, Q5_0 and Q5_1: d, the minimum, the fifth bits of all elements in four bytes, their low bits."""
+    at = 4 if has_minimum else 2
+    q = _halves(b[..., at + 4 * has_fifth :])
+    if has_fifth:
+        shifts = torch.arange(8, dtype=torch.uint8)
+        q = q | (((b[..., at : at + 4, None] >> shifts) & 1) << 4).flatten(2)
+    return q, _half(b, 0), _half(b, 2) if has_minimum else None
 
 
 def _q8_0(b: Tensor) -> Block:
@@ -369,7 +361,7 @@ def _q2_k(b: Tensor) -> Block:
 
 def _q3_k(b: Tensor) -> Block:
     packed, d = b[..., 96:108], _half(b, 108)
-    low = torch.cat([packed[..., :8] & 15, packed[..., :8] >> 4], -1)
+    low = _halves(packed[..., :8])
     high = torch.cat([(packed[..., 8:] >> shift) & 3 for shift in (0, 2, 4, 6)], -1)
     s = (low | high << 4).float() - 32
     return _bits_of(b[..., 32:96], 2) | _bits_of(b[..., :32], 1) << 2, d * s, None
@@ -402,24 +394,23 @@ def _iq4_xs(b: Tensor) -> Block:
     low = torch.stack([b[..., 4:8] & 15, b[..., 4:8] >> 4], -1).flatten(2)
     shifts = torch.arange(0, 8, 2, dtype=torch.uint8)
     high = ((b[..., 2:4, None] >> shifts) & 3).flatten(2)
-    parts = b[..., 8:].unflatten(-1, (8, 16))
-    q = torch.cat([parts & 15, parts >> 4], -1).flatten(2)
+    q = _halves(b[..., 8:].unflatten(-1, (8, 16))).flatten(2)
     return q, _half(b, 0) * ((low | high << 4).float() - 32), None
 
 
 TYPES: dict[str, tuple[Int | LookupTable, int, Callable[[Tensor], Block]]] = {
-    "Q4_0": (Int(4), 18, _q4_0),
-    "Q4_1": (Int(4), 20, _q4_1),
-    "Q5_0": (Int(5), 22, _q5_0),
-    "Q5_1": (Int(5), 24, _q5_1),
+    "Q4_0": (Int(4), 18, partial(_q_of_32, False, False)),
+    "Q4_1": (Int(4), 20, partial(_q_of_32, True, False)),
+    "Q5_0": (Int(5), 22, partial(_q_of_32, False, True)),
+    "Q5_1": (Int(5), 24, partial(_q_of_32, True, True)),
     "Q8_0": (Int(8), 34, _q8_0),
     "Q2_K": (Int(2), 84, _q2_k),
     "Q3_K": (Int(3), 110, _q3_k),
     "Q4_K": (Int(4), 144, _q4_k),
     "Q5_K": (Int(5), 176, _q5_k),
     "Q6_K": (Int(6), 210, _q6_k),
-    "MXFP4": (E2M1, 17, _q4_0),
-    "IQ4_NL": (IQ4, 18, _q4_0),
+    "MXFP4": (E2M1, 17, partial(_q_of_32, False, False)),
+    "IQ4_NL": (IQ4, 18, partial(_q_of_32, False, False)),
     "IQ4_XS": (IQ4, 136, _iq4_xs),
 }
 """For each type its format, the bytes of a block, and the function that reads blocks."""

@@ -21,7 +21,7 @@ from lowbit.convert import Target
 from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import Folding, channels_of, foldings, watched
 from lowbit.inference.calibration.ranks import Ranks
-from lowbit.inference.calibration.step import Layer, Step
+from lowbit.inference.calibration.step import Step
 from lowbit.numerics.spec import Spec
 
 _ROWS = 1024
@@ -42,9 +42,6 @@ class AWQ(Step):
     def __post_init__(self) -> None:
         if not isinstance(self.grid, int) or self.grid < 1:
             raise ValueError(f"grid must be 1 or more, got {self.grid!r}")
-
-    def apply(self, layer: Layer) -> None:
-        """All is done by `fold`."""
 
     @torch.no_grad()
     def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:

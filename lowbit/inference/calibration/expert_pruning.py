@@ -22,7 +22,7 @@ from lowbit.convert import Target
 from lowbit.convert.experts import COUNTS, routers_of, stacked
 from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import watched
-from lowbit.inference.calibration.step import Layer, Step
+from lowbit.inference.calibration.step import Step
 
 By = Literal["sum", "reap", "frequency"]
 _GROUPS = ("n_group", "num_group", "n_groups")
@@ -62,9 +62,6 @@ class PruneExperts(Step):
         is_count = isinstance(self.keep, int) and not isinstance(self.keep, bool) and self.keep > 0
         if not is_count and not (isinstance(self.keep, float) and 0 < self.keep <= 1):
             raise ValueError(f"keep must be a count from 1, or a float up to 1, got {self.keep!r}")
-
-    def apply(self, layer: Layer) -> None:
-        """All is done by `fold`."""
 
     @torch.no_grad()
     def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:

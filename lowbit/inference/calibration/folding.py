@@ -18,7 +18,7 @@ linears' input follows that of the block. Adapters, and the layers that they sta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,7 +29,7 @@ from lowbit.convert import Target, find_owners, is_tuner
 from lowbit.inference.calibration.batches import Batches, counted_rows, mask_of
 from lowbit.inference.calibration.stages import chain_of
 from lowbit.linear.frozen.checks import autocast_dtype
-from lowbit.tracing.batches import call, deterministic, eval_mode, output_tensor
+from lowbit.tracing.batches import call, deterministic, eval_mode, hooked, output_tensor
 from lowbit.tracing.block_inputs import NotAChain, capture
 from lowbit.tracing.trace import state_restored
 
@@ -150,12 +150,8 @@ def _traced(model: nn.Module, batch: Any) -> tuple[list[Any], list[_Group]]:
     owners = find_owners(model)
     adapted = {m for layer in model.modules() if is_tuner(layer) for m in layer.modules()}
     modules = [m for m in model.modules() if isinstance(m._parameters.get("weight"), Tensor)]
-    hooks = [m.register_forward_hook(seen, with_kwargs=True) for m in modules]
-    try:
+    with _hooked(modules, seen):
         call(model, batch)
-    finally:
-        for hook in hooks:
-            hook.remove()
 
     def folds(module: nn.Module) -> bool:
         is_tied = any(len(owners[id(p)]) > 1 for p in module._parameters.values() if p is not None)
@@ -316,14 +312,8 @@ class _Place:
         return not last or _equal(found, noted.last)
 
 
-@contextmanager
-def _hooked(linears: Sequence[nn.Linear], hook: Callable[..., Any]) -> Iterator[None]:
-    hooks = [linear.register_forward_hook(hook, with_kwargs=True) for linear in linears]
-    try:
-        yield
-    finally:
-        for handle in hooks:
-            handle.remove()
+def _hooked(modules: Sequence[nn.Module], hook: Callable[..., Any]) -> AbstractContextManager[None]:
+    return hooked(*(m.register_forward_hook(hook, with_kwargs=True) for m in modules))
 
 
 def _powers(folding: Folding) -> Tensor:
@@ -388,15 +378,8 @@ def watched(
 
         return own
 
-    hooks = [
-        module.register_forward_pre_hook(hook(i), with_kwargs=True)
-        for i, module in enumerate(modules)
-    ]
-    try:
-        with eval_mode(model), state_restored(model):
-            for batch in batches:
-                mask = mask_of(batch)
-                call(model, batch)
-    finally:
-        for handle in hooks:
-            handle.remove()
+    hooks = (m.register_forward_pre_hook(hook(i), with_kwargs=True) for i, m in enumerate(modules))
+    with hooked(*hooks), eval_mode(model), state_restored(model):
+        for batch in batches:
+            mask = mask_of(batch)
+            call(model, batch)

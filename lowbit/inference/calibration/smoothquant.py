@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from lowbit.convert import Target
 from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import Folding, channels_of, foldings, watched
-from lowbit.inference.calibration.step import Layer, Step, check_share
+from lowbit.inference.calibration.step import Step, check_share
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,6 @@ class SmoothQuant(Step):
 
     def __post_init__(self) -> None:
         check_share("alpha", self.alpha, 1.0)
-
-    def apply(self, layer: Layer) -> None:
-        """All is done by `fold`."""
 
     @torch.no_grad()
     def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:

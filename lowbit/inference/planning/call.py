@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -116,7 +116,16 @@ def autoquant(
         costs.plan(**{name: budget})  # raises before anything is measured
     if held_out is not None:
         seen = [on_device_of(model, batch) for batch in held_out]
-    return _Whole(model, seen, filter_fn, scales, loss).plan(costs, name, budget)
+
+    def measured(plan: Plan) -> Plan:
+        """The plan, with what the model loses by it."""
+        plan.measured = 0.0
+        if any(scheme is not None for scheme in plan.values()):
+            option = whole(model, plan, filter_fn, scales)
+            plan.measured = damages(model, seen, [option.changed()], loss).added[0]
+        return plan
+
+    return _found(measured, costs, name, budget)
 
 
 def _damages(
@@ -204,56 +213,32 @@ def _costs(
     return Costs(tuple(choices), elements, measure)
 
 
-class _Whole:
-    """Measures finished plans."""
-
-    def __init__(
-        self,
-        model: nn.Module,
-        batches: list[Any],
-        filter_fn: Filter | None,
-        scales: Scales | None,
-        loss: Measure,
-    ) -> None:
-        self.model, self.batches = model, batches
-        self.filter_fn, self.scales, self.loss = filter_fn, scales, loss
-
-    def measured(self, plan: Plan) -> Plan:
-        """The plan, with what the model loses by it."""
-        if any(scheme is not None for scheme in plan.values()):
-            option = whole(self.model, plan, self.filter_fn, self.scales)
-            found = damages(self.model, self.batches, [option.changed()], self.loss)
-            plan.measured = found.added[0]
-        else:
-            plan.measured = 0.0
-        return plan
-
-    def plan(self, costs: Costs, name: str, budget: float) -> Plan:
-        """The plan of `lowbit.autoquant`."""
-        if name != "damage":
-            return self.measured(costs.plan(**{name: budget}))
-        best: Plan | None = None
-        for uniform in sorted(costs.uniform(), key=_cost):
-            if self.measured(uniform).measured <= budget:  # type: ignore[operator]
-                best = uniform
+def _found(measured: Callable[[Plan], Plan], costs: Costs, name: str, budget: float) -> Plan:
+    """The plan of `lowbit.autoquant`. `measured` measures a finished plan."""
+    if name != "damage":
+        return measured(costs.plan(**{name: budget}))
+    best: Plan | None = None
+    for uniform in sorted(costs.uniform(), key=_cost):
+        if measured(uniform).measured <= budget:  # type: ignore[operator]
+            best = uniform
+            break
+    low, high, own, missed = 0.0, None, budget, 0
+    for _ in range(_ROUNDS):
+        found = measured(costs.plan(damage=own))
+        assert found.measured is not None
+        if found.measured <= budget:
+            low, missed = own, 0
+            if best is None or _cost(found) < _cost(best):
+                best = found
+            if found.measured >= _NEAR * budget or not any(found.values()):
                 break
-        low, high, own, missed = 0.0, None, budget, 0
-        for _ in range(_ROUNDS):
-            found = self.measured(costs.plan(damage=own))
-            assert found.measured is not None
-            if found.measured <= budget:
-                low, missed = own, 0
-                if best is None or _cost(found) < _cost(best):
-                    best = found
-                if found.measured >= _NEAR * budget or not any(found.values()):
-                    break
-            else:
-                high, missed = own, missed + 1
-            share = budget / found.measured if found.measured > 0 else 2.0
-            own *= share ** (1 + missed)  # large damages grow more slowly than their estimates
-            if high is not None and not low < own < high:
-                own = (low + high) / 2
-        return best if best is not None else self.measured(costs.plan(damage=0.0))
+        else:
+            high, missed = own, missed + 1
+        share = budget / found.measured if found.measured > 0 else 2.0
+        own *= share ** (1 + missed)  # large damages grow more slowly than their estimates
+        if high is not None and not low < own < high:
+            own = (low + high) / 2
+    return best if best is not None else measured(costs.plan(damage=0.0))
 
 
 def _cost(plan: Plan) -> tuple[float, float]:

@@ -23,7 +23,7 @@ from lowbit.inference.planning.units import Option, Unit
 from lowbit.layers.exchange import Held, exchanged
 from lowbit.layers.frozen import shown_class
 from lowbit.schemes.scheme import Scheme
-from lowbit.tracing.batches import call, eval_mode
+from lowbit.tracing.batches import call, eval_mode, hooked
 
 _CACHE = {"cpu": 2**26}
 """Bytes of the last cache, where torch does not say."""
@@ -61,13 +61,9 @@ class Clock:
             self.inputs.setdefault(signature, tree_map(_own, (args, kwargs)))
             self.calls.setdefault(id(module), Counter())[signature] += count  # type: ignore[assignment]
 
-        hooks = [m.register_forward_pre_hook(seen, with_kwargs=True) for m in modules]
-        try:
-            with eval_mode(model), torch.compiler.set_stance("force_eager"):
-                call(model, batch)
-        finally:
-            for hook in hooks:
-                hook.remove()
+        hooks = (m.register_forward_pre_hook(seen, with_kwargs=True) for m in modules)
+        with hooked(*hooks), eval_mode(model), torch.compiler.set_stance("force_eager"):
+            call(model, batch)
 
     def milliseconds(self, unit: Unit, option: Option) -> float:
         """The time of the modules of a unit over all timed batches, stored by `option`."""

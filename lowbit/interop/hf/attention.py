@@ -103,14 +103,15 @@ def attention(
     key, value = cast("Tensor", key), cast("Tensor", value)
     if attention_mask is not None and attention_mask.shape[-1] > key.shape[2]:
         attention_mask = attention_mask[..., : key.shape[2]]  # of a prompt in an empty cache
-    if softcap is not None or s_aux is not None:
-        return _eager(
-            module, query, key, value, attention_mask, dropout, scale, softcap, s_aux, options
-        )
-    result = sdpa_attention_forward(
-        module, query, key, value, attention_mask, dropout=dropout, scaling=scale, **options
-    )
-    return cast("tuple[Tensor, None]", result)
+    options |= {"dropout": dropout, "scaling": scale}
+    more = {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
+    if more:
+        attend = sys.modules[type(module).__module__].eager_attention_forward
+        attention_mask = _added(attention_mask, query, key)
+    else:
+        attend = sdpa_attention_forward
+    result = attend(module, query, key, value, attention_mask, **options, **more)
+    return cast("tuple[Tensor, Tensor | None]", result)
 
 
 def _is_one_token(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> bool:
@@ -120,19 +121,8 @@ def _is_one_token(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -
     return mask is None or (mask.dtype == torch.bool and mask.dim() == 4 and mask.shape[1] == 1)
 
 
-def _eager(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    dropout: float,
-    scale: float,
-    softcap: float | None,
-    s_aux: Tensor | None,
-    options: dict[str, Any],
-) -> tuple[Tensor, Tensor | None]:
-    """The function `eager_attention_forward` beside the class of the layer, whose masks are added to scores."""
+def _added(mask: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
+    """The mask as "eager" takes it, which adds it to the scores."""
     if mask is None and query.shape[2] > 1:
         mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device)
         mask = mask.tril()[None, None]
@@ -141,12 +131,7 @@ def _eager(
         mask = torch.zeros(mask.shape, dtype=query.dtype, device=mask.device).masked_fill(
             ~mask, least
         )
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    more = {name: x for name, x in (("softcap", softcap), ("s_aux", s_aux)) if x is not None}
-    return cast(
-        "tuple[Tensor, Tensor | None]",
-        eager(module, query, key, value, mask, dropout=dropout, scaling=scale, **more, **options),
-    )
+    return mask
 
 
 AttentionInterface.register(NAME, attention)

@@ -87,23 +87,15 @@ class SlotLayer(CacheLayerMixin):
         return self.given
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, window: int, **options: Any
     ) -> Tensor:
-        """Attention of one new token, whose key and value `update` returned, over the cache."""
+        """Attention of one new token, whose key and value `update` returned, over the cache. `options`: scale, softcap
+        and sinks."""
         return decode_attention(
             *(query, key, value, self.keys, self.values),
             *(cast("Tensor", self.slots.position), self.slots.start),
-            sinks=sinks,
-            scale=scale,
             window=window,
-            softcap=softcap,
+            **options,
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
@@ -243,7 +235,8 @@ def _attention(
     query = autocast(query)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if own.slots.position is not None:
-        y = layer.attend(query, key, value, attention_mask.window, scale, softcap or 0.0, s_aux)
+        options = {"scale": scale, "softcap": softcap or 0.0, "sinks": s_aux}
+        y = layer.attend(query, key, value, attention_mask.window, **options)
     else:
         y = _of_prompt(query, key, value, own.slots, attention_mask.window, scale, softcap, s_aux)
     return y.transpose(1, 2).contiguous(), None

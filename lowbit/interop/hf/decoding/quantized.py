@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -64,14 +64,7 @@ class QuantizedSlotLayer(SlotLayer):
         return self.given
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        window: int,
-        scale: float,
-        softcap: float,
-        sinks: Tensor | None,
+        self, query: Tensor, key: Tensor, value: Tensor, window: int, **options: Any
     ) -> Tensor:
         """Attention of one new token, which `update` wrote to the cache."""
         codes, first = self.codes, self.slots.start
@@ -81,10 +74,9 @@ class QuantizedSlotLayer(SlotLayer):
             first = oldest if first is None else torch.maximum(oldest, first)
         return quantized_attention(
             *(query, codes.keys, codes.key_scale, codes.values, codes.value_scale),
-            *(seen, codes.value_zero, None, first, sinks),
-            scale=scale,
+            *(seen, codes.value_zero, None, first),
             window=self.slots.capacity,
-            softcap=softcap,
+            **options,
         )
 
     def tensors(self) -> tuple[Tensor, ...]:
