@@ -22,7 +22,7 @@ import threading
 from collections.abc import Callable, Iterator, Set
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
@@ -46,9 +46,17 @@ _EXACT = {
 """Operations whose derivative divides by what they save, or exponentiates it, and attention."""
 _POWERS = {"pow", "pow_", "__pow__"}
 _SAME_VALUES = {
-    *("convert_element_type", "_to_copy", "view", "_unsafe_view", "expand", "clone", "alias"),
-    *("permute", "transpose", "t", "unsqueeze", "squeeze", "slice"),
+    *("convert_element_type", "_to_copy", "view", "_unsafe_view", "expand", "clone"),
+    *("alias", "detach", "permute", "transpose", "t", "unsqueeze", "squeeze", "slice"),
 }
+_SMOOTH = {
+    *("add", "sub", "rsub", "mul", "div", "neg", "pow", "square", "sum", "mean", "cat"),
+    *("exp", "sigmoid", "sigmoid_backward", "tanh", "tanh_backward", "erf"),
+    *("silu", "silu_backward", "gelu", "gelu_backward"),
+    *("mm", "addmm", "bmm", "baddbmm", "_grouped_mm", "_int_mm", "_scaled_mm"),
+    *("native_layer_norm_backward", "_fused_rms_norm_backward", "native_group_norm_backward"),
+}
+"""Operations of backward graphs that do not tell 0 from small values, as comparisons do."""
 _EXPONENTIATED = "LogSoftmaxBackward0"
 """The node whose result backward exponentiates: an absolute error would become a relative one."""
 
@@ -78,8 +86,9 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
     `torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)` around an operation keeps what it saves exact.
 
     torch.compile takes the rounding into its graphs. There 16-bit tensors that the graph alone sees are rounded, by the
-    same rules; its inputs and float32 tensors stay. Open the context around the compiled function: within it
-    torch.compile breaks the graph.
+    same rules; its inputs and float32 tensors stay. Where the backward graph compares a tensor with nothing, its small
+    positive values may become 0, and a block with an infinity or NaN becomes infinite or NaN. Open the context around
+    the compiled function: within it torch.compile breaks the graph.
 
     A rounded tensor may change in place afterwards, because backward reads the values that were saved. For a tensor
     that stays as it is, backward raises, as without this context. Autograd does not count changes by `.data`.
@@ -196,10 +205,13 @@ class _Rounding:
         return codes, region
 
     def _traced(self, t: Tensor) -> Any:
-        """Codes and scales by operations that torch.compile fuses with their neighbours, the shape in memory, and the
-        dimensions of the tensor in it; or the tensor."""
+        """Codes and scales by operations that torch.compile fuses with their neighbours, the shape in memory, the
+        dimensions of the tensor in it, and whether codes have signs and special values; or the tensor."""
         rounds = t.dtype in _DTYPES[1:] and t.numel() >= self._min_numel and t.dim() > 0
-        if not rounds or t.shape[-1] == 1 or tuple(t.shape) in self._shapes or _graph_needs_it():
+        if not rounds or t.shape[-1] == 1 or tuple(t.shape) in self._shapes:
+            return t
+        uses = _uses_in_graph()
+        if uses.exact:
             return t
         strides = t.stride()
         order = sorted(range(t.dim()), key=lambda i: -strides[i])
@@ -207,8 +219,9 @@ class _Rounding:
         if not in_memory.is_contiguous():  # it repeats elements or leaves gaps
             return t
         blocks = F.pad(in_memory.reshape(-1), (0, -t.numel() % 128)).view(-1, 128)
-        codes, scale = kernels.quantize_flat.codes_of(blocks)
-        return codes, scale, tuple(in_memory.shape), tuple(order)
+        flat = kernels.quantize_flat
+        codes, scale = flat.codes_of(blocks) if uses.special else flat.finite_codes_of(blocks)
+        return codes, scale, tuple(in_memory.shape), tuple(order), uses.special
 
     def _may_round(self, t: Tensor) -> bool:
         if type(t) is not Tensor or t.dtype not in _DTYPES or t.numel() < self._min_numel:
@@ -243,41 +256,61 @@ def _is_exact_call(name: str, args: Any) -> bool:
     return len(args) < 2 or not isinstance(args[1], int | float) or args[1] < 1
 
 
-def _graph_needs_it() -> bool:
-    """True if the graph that torch.compile makes of the backward pass divides by the present tensor, or computes the
-    scores of attention from it."""
+class _Uses(NamedTuple):
+    """How the graph that torch.compile makes of the backward pass reads a tensor."""
+
+    exact: bool
+    """It divides by the tensor, exponentiates it, or computes the scores of attention from it."""
+    special: bool
+    """It may compare elements with 0, as the derivative of ReLU does."""
+
+
+def _uses_in_graph() -> _Uses:
+    """Those of the tensor that torch.compile asks the hook about."""
     # A slow module, which is there while torch.compile calls this.
     from torch._functorch._aot_autograd import graph_compile
 
     context = getattr(graph_compile, "_get_saved_tensor_hook_context", None)
     if context is None:  # a torch without it does not say which tensors are divided by
-        return True
+        return _Uses(exact=True, special=True)
     found = context()
     if found is None:
-        return False
+        return _Uses(exact=False, special=True)
     name = found["_node"].name
     inputs = [n for n in found["_bw_graph"].find_nodes(op="placeholder") if n.name == name]
-    return any(_divides_by(n) for n in inputs)
+    uses = [use for n in inputs for use in _uses(n)]
+    return _Uses(any(_is_exact_use(*u) for u in uses), any(_is_special_use(*u) for u in uses))
 
 
-def _divides_by(value: torch.fx.Node) -> bool:
-    """True if a use of this value needs it exact: as a divisor, exponent or logarithm, or as a query or a key."""
+_Use = tuple[str, torch.fx.Node, list[int]]
+
+
+def _uses(value: torch.fx.Node) -> Iterator[_Use]:
+    """The operations on this value, by name, and its places among their arguments. Copies, multiples and differences
+    to it stand for the value itself."""
     for user in value.users:
         name = getattr(user.target, "__name__", "").split(".")[0]
         places = [i for i, arg in enumerate(user.args) if arg is value]
-        if "scaled_dot_product" in name:
-            found = 1 in places or 2 in places  # (gradient, query, key, …)
-        elif name == "div":
-            found = 1 in places
-        elif name == "mul":
-            found = not all(isinstance(a, torch.fx.Node) for a in user.args) and _divides_by(user)
-        elif name in _SAME_VALUES or (name == "sub" and places == [0]):
-            found = _divides_by(user)
+        multiple = name == "mul" and not all(isinstance(a, torch.fx.Node) for a in user.args)
+        if multiple or name in _SAME_VALUES or (name == "sub" and places == [0]):
+            yield from _uses(user)
         else:
-            found = name == "exp" or _is_exact_call(name, user.args)
-        if found:
-            return True
-    return False
+            yield name, user, places
+
+
+def _is_exact_use(name: str, user: torch.fx.Node, places: list[int]) -> bool:
+    """True where the value is a divisor, exponent or logarithm, or a query or a key."""
+    if "scaled_dot_product" in name:
+        return 1 in places or 2 in places  # (gradient, query, key, …)
+    if name == "div":
+        return 1 in places
+    return name == "exp" or _is_exact_call(name, user.args)
+
+
+def _is_special_use(name: str, user: torch.fx.Node, places: list[int]) -> bool:
+    """True for what may compare the value with 0."""
+    own = getattr(user.target, "namespace", "") == "lowbit"
+    return not (own or name in _SMOOTH or "scaled_dot_product" in name)
 
 
 def _is_traced(t: Tensor) -> bool:
@@ -370,9 +403,10 @@ class _Codes:
 def unpack(saved: Any) -> Tensor:
     if isinstance(saved, Tensor):  # in a graph, as the next
         return saved
-    if isinstance(saved[0], Tensor) and len(saved) == 4:
-        codes, scale, shape, order = saved
-        values = kernels.quantize_flat.values_of(codes, scale, scale.dtype)
+    if isinstance(saved[0], Tensor) and len(saved) == 5:
+        codes, scale, shape, order, special = saved
+        flat = kernels.quantize_flat
+        values = (flat.values_of if special else flat.finite_values_of)(codes, scale, scale.dtype)
         values = values.view(-1)[: math.prod(shape)].view(shape)
         return values.permute([order.index(i) for i in range(len(order))])
     if isinstance(saved[0], _Codes):

@@ -6,7 +6,15 @@ import pytest
 import torch
 
 from benchmarks.cases.quantize_flat import CASES, Case
-from lowbit_kernels.quantize.quantize_flat import dequantize_flat, quantize_flat, reference
+from lowbit_kernels.quantize.quantize_flat import (
+    codes_of,
+    dequantize_flat,
+    finite_codes_of,
+    finite_values_of,
+    quantize_flat,
+    reference,
+    values_of,
+)
 from tests.kernels.interpreted import interpreted
 
 SMALL = [case for case in CASES if not case.large]
@@ -43,6 +51,25 @@ def test_cpu_and_opcheck(case: Case) -> None:
     torch.library.opcheck(torch.ops.lowbit.quantize_flat, (x,))
     if not read.isnan().any():  # opcheck holds no NaN equal
         torch.library.opcheck(torch.ops.lowbit.dequantize_flat, (codes, scale, case.count))
+
+
+@every_case
+def test_codes_of_finite_values(case: Case) -> None:
+    torch.manual_seed(0)
+    (x,) = case.arguments()
+    blocks = torch.nn.functional.pad(x, (0, -case.count % 128)).view(-1, 128)
+    codes, scale = finite_codes_of(blocks)
+    values, exact = finite_values_of(codes, scale, case.dtype), blocks.double()
+    finite = exact.isfinite().all(1)
+    assert not values[~finite].isfinite().any()
+    assert (scale[finite] >= 0).all()
+    info, largest = torch.finfo(case.dtype), exact.abs().amax(1, keepdim=True).clamp(min=2.0**-119)
+    bound = largest / 252 * (1 + 1e-5) + exact.abs() * info.eps / 2 + info.smallest_normal
+    assert ((values.double() - exact).abs() <= bound)[finite].all()
+    alike = finite & (exact < 0).any(1) & (exact.abs().amax(1) >= 2.0**-119)
+    for found, expected in zip((codes, scale), codes_of(blocks), strict=True):
+        assert torch.equal(found[alike], expected[alike])
+    assert torch.equal(values[alike], values_of(codes, scale, case.dtype)[alike])
 
 
 INTERPRETED = """

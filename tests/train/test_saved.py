@@ -464,6 +464,26 @@ def test_compiled_code_rounds_in_its_graph() -> None:
     assert backend.frame_count == 2  # without the context, and within
 
 
+def test_compiled_code_keeps_small_values_where_a_derivative_compares_them() -> None:
+    """0.001 beside 1 is less than half a code."""
+    x = torch.cat([torch.full((64,), 0.001), torch.ones(64)]).bfloat16()
+
+    def run(function: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """The scale of what is saved, and the gradients of x and of the other factor."""
+        torch.compiler.reset()
+        product: Any = torch.compile(lambda x, w: function(x) * w, backend="aot_eager")
+        leaves = x.clone().requires_grad_(), torch.ones_like(x).requires_grad_()
+        with save_in_int8(NOTHING, min_numel=1):
+            y = product(*leaves)
+        (scale,) = (t for t in y.grad_fn.saved_tensors if t.shape == (1, 1))
+        return scale, *torch.autograd.grad(y.sum(), leaves)
+
+    scale, grad, _ = run(lambda x: (x * 2).relu())
+    assert scale == -2 and (grad == 2).all()
+    scale, _, grad = run(lambda x: (x * 2).tanh())
+    assert scale > 0 and torch.equal(grad, (x * 2).tanh() * (x == 1))
+
+
 def test_compiled_attention_keeps_queries_and_keys() -> None:
     torch.compiler.reset()
     block: Any = Llama(replace(CONFIG, layers=1)).bfloat16()
@@ -481,7 +501,7 @@ def test_a_torch_that_does_not_show_its_graph_rounds_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch._functorch._aot_autograd, "graph_compile", SimpleNamespace())
-    assert saved._graph_needs_it()
+    assert saved._uses_in_graph().exact
 
 
 def test_low_bit_weights_and_float64_stay() -> None:

@@ -13,7 +13,9 @@ whether its result is 0. The last block is padded with zeros.
 
 Every float32 operation is rounded once, so the kernels have the bits of the formulas. A Triton kernel reads each
 element once: 3 bytes of memory traffic for a 16-bit element in either direction. `codes_of` and `values_of` are the
-formulas alone, without pieces: torch.compile fuses them with their neighbours.
+formulas alone, without pieces: torch.compile fuses them with their neighbours. `finite_codes_of` and `finite_values_of`
+have the same codes in a third of the instructions, for what most graphs save: finite values, small ones of which may
+become 0.
 """
 
 from __future__ import annotations
@@ -32,6 +34,8 @@ from lowbit_kernels.runtime.triton_runtime import jit, launch, runs_on, stored_d
 BLOCK = 128
 MOST = 126
 """The code of a block's largest magnitude."""
+_LEAST = 2.0**-119
+"""The smallest scale of `finite_codes_of`: 126 divided by it is a finite float32."""
 _PIECE = 2**17
 """Blocks that PyTorch's operations round at once: 64 MiB of float32 values."""
 _BLOCKS = 32
@@ -51,6 +55,23 @@ def codes_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
     code = (x * lifted * inverse).clamp(-MOST - 1, MOST + 1).round()
     code = torch.where((code == 0) & (x > 0) & ~has_negative, -1.0, code)
     return torch.where(x == x, code, -128.0).to(torch.int8), scale
+
+
+def finite_codes_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """`codes_of` where values are finite and small ones may become 0: a scale is never negative.
+
+    Its codes equal those of `codes_of` in every block with a negative value, if the largest magnitude is 2**-119 or
+    more. A smaller one counts as 2**-119. A block with an infinity or NaN becomes infinite or NaN as a whole.
+    """
+    x = blocks.float()
+    largest = x.abs().amax(1, keepdim=True).clamp(min=_LEAST)
+    code = (x * (torch.full_like(largest, MOST) / largest)).round()
+    return code.to(torch.int8), largest.to(blocks.dtype)
+
+
+def finite_values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values in `dtype`, [B, 128]: `finite_codes_of` back."""
+    return (codes.float() * (1 / MOST) * scale.float()).to(dtype)
 
 
 def values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
