@@ -136,19 +136,30 @@ def _quantize(
     block = tl.program_id(0).to(tl.int64) * BLOCKS + tl.arange(0, BLOCKS)
     at = block[:, None] * 128 + tl.arange(0, 128)[None, :]
     value = tl.load(x + at, mask=at < count, other=0).to(tl.float32)
-    finite = tl.where(tl.abs(value) < float("inf"), value, 0.0)
-    largest = tl.max(tl.abs(finite), 1)
-    largest = tl.where(largest == 0, 1.0, largest)
-    has_negative = tl.min(finite, 1) < 0
-    tl.store(scale + block, tl.where(has_negative, largest, -largest), mask=block < blocks)
-    lifted = tl.where(largest < 7.888609052210118e-31, 1.2676506002282294e30, 1.0)
-    inverse = tl.div_rn(tl.full(largest.shape, MOST * 1.0, tl.float32), largest * lifted)
-    code = value * lifted[:, None] * inverse[:, None]
-    code = tl.minimum(tl.maximum(code, -MOST - 1.0), MOST + 1.0)  # no FMA with the next sum
-    code = (code + 12582912.0) - 12582912.0  # 1.5 * 2**23: rounds half to even
-    is_small = (code == 0) & (value > 0) & (has_negative == 0)[:, None]
-    code = tl.where(value == value, tl.where(is_small, -1.0, code), -128.0)
-    tl.store(codes + at, code.to(tl.int8), mask=(block < blocks)[:, None])
+    # The bits of magnitudes are ordered like the magnitudes, infinity and NaN last.
+    most = tl.max(value.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+    least = tl.min(value, 1)
+    if tl.max(most) < 0x7F800000 and tl.min(most) >= 0x0D800000 and tl.max(least) < 0:
+        # All are finite, and each block has a negative value and a magnitude of 2**-100 or more.
+        largest = most.to(tl.float32, bitcast=True)
+        inverse = tl.div_rn(tl.full(largest.shape, MOST * 1.0, tl.float32), largest)
+        code = value * inverse[:, None] + 12582912.0  # 1.5 * 2**23: the lowest byte is the code
+        tl.store(scale + block, largest)
+        tl.store(codes + at, code.to(tl.int32, bitcast=True).to(tl.int8))
+    else:
+        finite = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+        largest = tl.max(tl.abs(finite), 1)
+        largest = tl.where(largest == 0, 1.0, largest)
+        has_negative = tl.min(finite, 1) < 0
+        tl.store(scale + block, tl.where(has_negative, largest, -largest), mask=block < blocks)
+        lifted = tl.where(largest < 7.888609052210118e-31, 1.2676506002282294e30, 1.0)
+        inverse = tl.div_rn(tl.full(largest.shape, MOST * 1.0, tl.float32), largest * lifted)
+        code = value * lifted[:, None] * inverse[:, None]
+        code = tl.minimum(tl.maximum(code, -MOST - 1.0), MOST + 1.0)
+        code = (code + 12582912.0) - 12582912.0  # rounds half to even
+        is_small = (code == 0) & (value > 0) & (has_negative == 0)[:, None]
+        code = tl.where(value == value, tl.where(is_small, -1.0, code), -128.0)
+        tl.store(codes + at, code.to(tl.int8), mask=(block < blocks)[:, None])
 
 
 @jit
@@ -167,19 +178,20 @@ def _dequantize(
     stored = tl.load(scale + block, mask=block < blocks, other=1).to(tl.float32)
     code = tl.load(codes + at, mask=(block < blocks)[:, None], other=0).to(tl.float32)
     largest = tl.abs(stored)
-    small = tl.maximum(largest * (0.25 / MOST), LEAST)
     x = code * (1.0 / MOST) * largest[:, None]
-    x = tl.where((code == -1) & (stored < 0)[:, None], small[:, None], x)
-    x = tl.where(code == MOST + 1, float("inf"), x)
-    x = tl.where(code == -MOST - 1, -float("inf"), x)
-    x = tl.where(code == -128, float("nan"), x)
+    if tl.max(tl.max(tl.abs(code), 1)) > MOST or tl.min(stored) < 0:
+        small = tl.maximum(largest * (0.25 / MOST), LEAST)
+        x = tl.where((code == -1) & (stored < 0)[:, None], small[:, None], x)
+        x = tl.where(code == MOST + 1, float("inf"), x)
+        x = tl.where(code == -MOST - 1, -float("inf"), x)
+        x = tl.where(code == -128, float("nan"), x)
     tl.store(values + at, x, mask=at < count)
 
 
 def _launch(name: str, operands: Any, results: Any, kernel: Any, count: int, **more: Any) -> None:
     ran(name, "triton")
     blocks = -(-count // BLOCK)
-    constants = {"MOST": MOST, "BLOCKS": _BLOCKS, "num_warps": 4, **more}
+    constants = {"MOST": MOST, "BLOCKS": _BLOCKS, "num_warps": 4, "enable_fp_fusion": False, **more}
     programs, arguments = triton.cdiv(blocks, _BLOCKS), (*operands, *results, count, blocks)
     launch(name, operands, results, kernel, programs, arguments, constants)
 
