@@ -224,16 +224,17 @@ DEVICE float rounded_stochastically(float x, uint32 draw) {
 // Four quotients to four codes in a word, the first in the lowest byte; `draws` only if STOCHASTIC.
 DEVICE uint32 encode(const float *x, const uint32 *draws) {
     if constexpr (FORMAT == INT8) {
+        // Adding 1.5 * 2**23, whose unit in the last place is 1, puts an integer in the lowest bits.
         uint32 code[4];
+        if constexpr (STOCHASTIC) {
+            // x * 2**16, to a multiple of 2, and 16 random bits: the code is the third byte, 128 too large.
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            // Adding 1.5 * 2**23, whose unit in the last place is 1, puts the integer in the lowest bits.
-            if constexpr (STOCHASTIC)
-                code[i] = (uint32)((int)(float_bits(fma_exactly(x[i], 32768.0f, 12582912.0f)) - 0x4b400000u +
-                                         (draws[i] >> 17)) >>
-                                   15);
-            else code[i] = float_bits(x[i] + 12582912.0f);
+            for (int i = 0; i < 4; ++i)
+                code[i] = 2 * float_bits(fma_exactly(x[i], 32768.0f, 12582912.0f)) + (draws[i] >> 16);
+            return permute(permute(code[0], code[1], 0x0062), permute(code[2], code[3], 0x0062), 0x5410) ^ 0x80808080u;
         }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) code[i] = float_bits(x[i] + 12582912.0f);
         return permute(permute(code[0], code[1], 0x0040), permute(code[2], code[3], 0x0040), 0x5410);
     } else {
         float y[4];
@@ -455,9 +456,9 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
                 const Scale scale = shared.row[warp * HEIGHT + i + r];
 #pragma unroll
                 for (int c = 0; c < 4; ++c) {
-                    const float own = FACTOR ? multiply_exactly(x[r][c], factors.of[c]) : x[r][c];
-                    const bool none = FACTOR && poisoned && (float_bits(own) & INFINITE) == INFINITE;
-                    y[c] = none ? 0.0f : quotient_of(own, scale);
+                    float own = FACTOR ? multiply_exactly(x[r][c], factors.of[c]) : x[r][c];
+                    if (FACTOR && scale.inverse == 0.0f) own = 0.0f;  // factors may have made it NaN or infinite
+                    y[c] = quotient_of(own, scale);
                 }
                 if (i + r < rows) stream_store((uint32 *)codes, encode(y, drawn[r]));
                 codes += k16;
