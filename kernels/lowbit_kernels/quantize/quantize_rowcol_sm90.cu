@@ -303,22 +303,21 @@ DEVICE uint32 largest_of_column(Shared &shared, const Extremes (&columns)[Raw<4>
     return largest.bits();
 }
 
-// Adds the bits of a lane's elements in each `seed_step`-th row, as signed integers, to the seed.
-DEVICE void find_seed(const Job &job, long long tile, const Part &part) {
+// Adds the bits of a lane's elements in each `seed_step`-th row, as signed integers, to the seed. Few tiles have such a
+// row, so it is read again: to look for it among those in registers would cost every tile instructions.
+DEVICE void find_seed(const Job &job, long long tile) {
     const Position at(job, tile);
     const uint32 row = (uint32)at.row + threadIdx.x / 32 * HEIGHT, step = (uint32)job.seed_step;
     uint32 next = (row + step - 1) / step * step - row;
-    if (next >= HEIGHT) return;  // the same for all lanes
+    if (!for_warp(next < HEIGHT)) return;
     int low = 0, high = 0;       // sums of the lower and the upper halves of words; rows outside of x are zeros
-#pragma unroll
-    for (int i = 0; i < HEIGHT; ++i) {
-        if (i != next) continue;
-        next += step;
+    for (; for_warp(next < HEIGHT); next += step) {
+        Raw<4> own;
+        load(job, row + next, at.column + threadIdx.x % 32 * 4, own);
 #pragma unroll
         for (int j = 0; j < Raw<4>::WORDS; ++j) {
-            const uint32 word = part.row[i].word[j];
-            low += SIZE == 4 ? (int)(word & 0xffff) : (int)(short)(word & 0xffff);
-            high += (int)word >> 16;
+            low += SIZE == 4 ? (int)(own.word[j] & 0xffff) : (int)(short)(own.word[j] & 0xffff);
+            high += (int)own.word[j] >> 16;
         }
     }
     low = warp_sum(low), high = warp_sum(high);
@@ -498,7 +497,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS, long lo
     fetch(job, blockIdx.x, part);
     if constexpr (OWN_SEED) {
         job.seed_step = seed_step;
-        find_seed(job, blockIdx.x, part);
+        find_seed(job, blockIdx.x);
     }
     find_largest(job, *(Shared *)memory, blockIdx.x, part);
 }
