@@ -219,6 +219,10 @@ class _Rounding:
         if not in_memory.is_contiguous():  # it repeats elements or leaves gaps
             return t
         blocks = F.pad(in_memory.reshape(-1), (0, -t.numel() % 128)).view(-1, 128)
+        if len(blocks) % 8 == 0:
+            # On a GPU Inductor fuses a reduction with an elementwise operation on the same elements only if both have
+            # the same loops, or numbers of loops that differ. Few elementwise operations have five.
+            blocks = blocks.view(-1, 2, 2, 2, 128)
         flat = kernels.quantize_flat
         codes, scale = flat.codes_of(blocks) if uses.special else flat.finite_codes_of(blocks)
         return codes, scale, tuple(in_memory.shape), tuple(order), uses.special

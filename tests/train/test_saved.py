@@ -464,6 +464,26 @@ def test_compiled_code_rounds_in_its_graph() -> None:
     assert backend.frame_count == 2  # without the context, and within
 
 
+@pytest.mark.gpu
+def test_compiled_code_rounds_within_other_kernels() -> None:
+    """The forward pass of a SwiGLU is one kernel besides its products, with the codes of its inputs and without."""
+    from torch._inductor import config, metrics
+
+    found = []
+    for saves in (False, True):
+        torch.compiler.reset()
+        metrics.reset()
+        model = SwiGLU(replace(CONFIG, hidden=512)).bfloat16().cuda()
+        model.compile(dynamic=False)
+        x = torch.randn(2, 64, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        caches = config.patch(force_disable_caches=True)
+        with caches, save_in_int8(model, min_numel=1024 if saves else 10**9):
+            y = model(x)
+        assert any(t.dtype is torch.int8 for t in y.grad_fn.saved_tensors) == saves
+        found.append(metrics.generated_kernel_count)
+    assert found == [1, 1]
+
+
 def test_compiled_code_keeps_small_values_where_a_derivative_compares_them() -> None:
     """0.001 beside 1 is less than half a code."""
     x = torch.cat([torch.full((64,), 0.001), torch.ones(64)]).bfloat16()

@@ -38,17 +38,17 @@ _LEAST = 2.0**-119
 """The smallest scale of `finite_codes_of`: 126 divided by it is a finite float32."""
 _PIECE = 2**17
 """Blocks that PyTorch's operations round at once: 64 MiB of float32 values."""
-_BLOCKS = 32
+_BLOCKS = 16
 """Blocks of a Triton program."""
 
 
 def codes_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """codes int8 [B, 128] and scale [B, 1] of a float [B, 128], by the formula of the module."""
+    """codes int8 [..., 128] and scale [..., 1] of a float [..., 128], by the formula of the module."""
     x = blocks.float()
     finite = torch.where(x.abs() < math.inf, x, 0.0)
-    largest = finite.abs().amax(1, keepdim=True)
+    largest = finite.abs().amax(-1, keepdim=True)
     largest = torch.where(largest == 0, 1.0, largest)
-    has_negative = finite.amin(1, keepdim=True) < 0
+    has_negative = finite.amin(-1, keepdim=True) < 0
     scale = torch.where(has_negative, largest, -largest).to(blocks.dtype)
     lifted = torch.where(largest < 2.0**-100, 2.0**100, 1.0)
     inverse = torch.full_like(largest, MOST) / (largest * lifted)
@@ -64,18 +64,18 @@ def finite_codes_of(blocks: Tensor) -> tuple[Tensor, Tensor]:
     more. A smaller one counts as 2**-119. A block with an infinity or NaN becomes infinite or NaN as a whole.
     """
     x = blocks.float()
-    largest = x.abs().amax(1, keepdim=True).clamp(min=_LEAST)
+    largest = x.abs().amax(-1, keepdim=True).clamp(min=_LEAST)
     code = (x * (torch.full_like(largest, MOST) / largest)).round()
     return code.to(torch.int8), largest.to(blocks.dtype)
 
 
 def finite_values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in `dtype`, [B, 128]: `finite_codes_of` back."""
+    """The values in `dtype`, [..., 128]: `finite_codes_of` back."""
     return (codes.float() * (1 / MOST) * scale.float()).to(dtype)
 
 
 def values_of(codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """The values in `dtype`, [B, 128]: `codes_of` back."""
+    """The values in `dtype`, [..., 128]: `codes_of` back."""
     largest = scale.float().abs()
     small = (largest * (0.25 / MOST)).clamp(min=torch.finfo(dtype).smallest_normal)
     code = codes.float()
