@@ -475,7 +475,7 @@ def test_compiled_code_rounds_within_other_kernels() -> None:
         metrics.reset()
         model = SwiGLU(replace(CONFIG, hidden=512)).bfloat16().cuda()
         model.compile(dynamic=False)
-        x = torch.randn(2, 64, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
+        x = torch.randn(128, 128, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         caches = config.patch(force_disable_caches=True)
         with caches, save_in_int8(model, min_numel=1024 if saves else 10**9):
             y = model(x)
