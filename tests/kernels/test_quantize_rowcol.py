@@ -225,8 +225,9 @@ def results(arguments: tuple) -> tuple:
 def test_emulated_cuda_with_extreme_factors(format: str) -> None:
     x, factor = extreme()[:40], torch.rand(150)
     factor[5], factor[6], factor[8], factor[9] = math.inf, 0, 1e30, math.nan
-    for own in (factor, factor.nan_to_num(1, 1, 1)):
-        arguments = (x, format, True, True, False, None, own, False)
+    seed = torch.tensor([2**40 + 77])
+    for own, draws in ((factor, None), (factor.nan_to_num(1, 1, 1), None), (factor, seed)):
+        arguments = (x, format, True, True, False, draws, own, False)
         assert_same(emulator.quantize_rowcol(*arguments, results(arguments)), reference(*arguments))
 
 
