@@ -31,7 +31,7 @@ from lowbit.numerics.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.numerics.scale_format import ScaleFormat
 from lowbit.numerics.spec import Spec
 from lowbit.numerics.spec_checks import check_reach
-from lowbit.numerics.unseen_inputs import settled
+from lowbit.numerics.unseen_inputs import search_qparams
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
     ATTRIBUTES,
@@ -214,9 +214,10 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if spec.scales is not None and spec.scales.joint is not None and joint is None:
             joint = spec.joint_part([weight.detach()], scale_dtype)
         plain = weight.detach()
-        qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
         if importance is None:
-            qparams = settled(spec, plain, qparams, joint)
+            qparams = search_qparams(spec, plain, scale_dtype, joint)
+        else:
+            qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
         if plain.is_meta or not can_grow(spec, joint):
             return cls.from_float(weight, scheme, qparams, input_qparams, joint)
         spec.check_qparams(weight.shape, *qparams, joint)
