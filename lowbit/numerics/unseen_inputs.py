@@ -17,6 +17,8 @@ r is what the errors of all other blocks add up to.
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -83,75 +85,77 @@ def search_qparams(
         name: p.reshape(-1, *p.shape[-2:])
         for name, p in spec.choose_scales(spec.pad(x), joint=joint).items()
     }
-    matrices, found = (
-        x.reshape(-1, *x.shape[-2:]),
-        torch.empty(
-            (*x.shape[:-1], largest["scale"].shape[-1]), dtype=torch.float32, device=x.device
-        ),
-    )
-    scales = found.view(-1, *found.shape[-2:])
+    count = largest["scale"].shape[-1]
+    found = torch.empty((*x.shape[:-1], count), dtype=torch.float32, device=x.device)
+    matrices, scales = (t.reshape(-1, *t.shape[-2:]) for t in (x, found))
     step, most = max(INPUTS // group, 1), ROWS.get(x.device.type, ROWS["cuda"])
-    together = max(most // x.shape[-2], 1)
+    together = max(most // max(x.shape[-2], 1), 1)
+    parts = itertools.product(range(0, len(matrices), together), range(0, count, step))
     with torch.autocast(x.device.type, enabled=False):
-        for first in range(0, len(matrices), together):
-            own = slice(first, first + together)
-            for at in range(0, scales.shape[-1], step):
-                blocks = slice(at, at + step)
-                w = matrices[own, :, at * group : (at + step) * group].float()
-                hessian = stand_in(w)
-                for row in range(0, w.shape[1], most):
-                    some = slice(row, row + most)
-                    parts = {
-                        name: p[own] if name in stored.shared else p[own, some, blocks]
-                        for name, p in largest.items()
-                    }
-                    offered = [stored.decode(p) for p in (parts, *stored.neighbours(parts))]
-                    tried = torch.stack(offered, -1)
-                    scales[own, some, blocks] = _settled(w[:, some], tried, hessian, group, table)
+        for first, at in parts:
+            experts, blocks = slice(first, first + together), slice(at, at + step)
+            w = matrices[experts, :, at * group : (at + step) * group].float()
+            choice = _Choice(stand_in(w), group, table)
+            for row in range(0, w.shape[1], most):
+                own = experts, slice(row, row + most), blocks
+                start = {
+                    n: p[experts] if n in stored.shared else p[own] for n, p in largest.items()
+                }
+                offered = [stored.decode(p) for p in (start, *stored.neighbours(start))]
+                scales[own] = choice.of(w[:, row : row + most], torch.stack(offered, -1))
     return found, None
 
 
-def _settled(w: Tensor, tried: Tensor, hessian: Tensor, group: int, table: LookupTable) -> Tensor:
-    """One of the scales `tried` [E, N, blocks, choices] for each block of w [E, N, K]."""
-    experts, rows, count, choices = tried.shape
-    # Errors are relative to the row's largest value, so that no square overflows or underflows.
-    largest = w.abs().amax(-1, keepdim=True)
-    unit = torch.ones_like(largest).ldexp(-largest.frexp().exponent.clamp(-100, 120))
-    missing = count * group - w.shape[-1]
-    w, hessian = F.pad(w, (0, missing)), F.pad(hessian, (0, missing, 0, missing))
-    square = hessian.view(experts, count, group, count, group)
-    own = square.diagonal(dim1=1, dim2=3).permute(3, 0, 1, 2).contiguous()
-    others = hessian.clone()
-    others.view_as(square).diagonal(dim1=1, dim2=3).zero_()
-    panel = max(PANEL // group, 1)
+class _Choice:
+    """Scales for the rows of E matrices that have these sums H [E, K, K]."""
 
-    x = w.unflatten(-1, (count, group)).movedim(2, 0).contiguous().unsqueeze(-2)
-    scale = tried.movedim(2, 0).contiguous().unsqueeze(-1)
-    errors = w.new_empty(count, experts, rows, choices, group)
-    for at in range(0, count, panel):
-        some = slice(at, at + panel)
-        error = table.nearest(x[some] / scale[some]).mul_(scale[some])
-        torch.mul(error.sub_(x[some]), unit[..., None], out=errors[some])
-    flat = errors.view(-1, rows * choices, group)
-    costs = (flat @ own.view(-1, group, group)).mul_(flat).sum(-1).view(count, -1, choices)
-    errors = errors.view(count, -1, choices, group)
+    def __init__(self, hessian: Tensor, group: int, table: LookupTable) -> None:
+        self.group, self.table = group, table
+        missing = -hessian.shape[-1] % group
+        self.others = F.pad(hessian, (0, missing, 0, missing))
+        """H without its blocks on the diagonal."""
+        within = self.others.unflatten(-1, (-1, group)).unflatten(1, (-1, group))
+        within = within.diagonal(dim1=1, dim2=3)
+        self.own = within.permute(3, 0, 1, 2).contiguous()
+        """These blocks, [blocks, E, group, group]."""
+        within.zero_()
 
-    def take(g: int) -> Tensor:
-        return errors[g].gather(1, chosen[g][:, None, None].expand(-1, 1, group)).squeeze(1)
+    def of(self, w: Tensor, tried: Tensor) -> Tensor:
+        """One of the scales `tried` [E, N, blocks, choices] for each block of w [E, N, K]."""
+        group, (experts, rows, count, choices) = self.group, tried.shape
+        # Errors are relative to the row's largest value, so that no square overflows or underflows.
+        largest = w.abs().amax(-1, keepdim=True)
+        unit = torch.ones_like(largest).ldexp(-largest.frexp().exponent.clamp(-100, 120))
+        w = F.pad(w, (0, count * group - w.shape[-1]))
+        x = w.unflatten(-1, (count, group)).movedim(2, 0).contiguous().unsqueeze(-2)
+        scale = tried.movedim(2, 0).contiguous().unsqueeze(-1)
+        errors = w.new_empty(count, experts, rows, choices, group)
+        costs = w.new_empty(count, experts, rows * choices)
+        panel = max(PANEL // group, 1)
+        for at in range(0, count, panel):
+            some = slice(at, at + panel)
+            error = self.table.nearest(x[some] / scale[some]).mul_(scale[some])
+            error.sub_(x[some]).mul_(unit[..., None])
+            flat = error.view(-1, rows * choices, group)
+            cost = (flat @ self.own[some].flatten(0, 1)).mul_(flat).sum(-1)
+            errors[some], costs[some] = error, cost.view(-1, experts, rows * choices)
+        errors, costs = errors.view(count, -1, choices, group), costs.view(count, -1, choices)
 
-    chosen = costs.argmin(-1)
-    wrong = torch.stack([take(g) for g in range(count)], 1).view(experts, rows, -1)
-    for at in [*range(0, count, panel)] * SWEEPS:
-        columns = slice(at * group, (at + panel) * group)
-        slope = wrong @ others[..., columns]
-        for g in range(at, min(at + panel, count)):
-            within = slice((g - at) * group, (g - at + 1) * group)
-            rest = slope[..., within].reshape(-1, group, 1)
-            chosen[g] = torch.baddbmm(costs[g].unsqueeze(-1), errors[g], rest, alpha=2).argmin(1)[
-                :, 0
-            ]
-            now = wrong[..., g * group : (g + 1) * group]
-            best = take(g).view_as(now)
-            slope.baddbmm_(best - now, others[:, g * group : (g + 1) * group, columns])
-            now.copy_(best)
-    return tried.gather(-1, chosen.T.reshape(experts, rows, count, 1)).squeeze(-1)
+        def take(g: int) -> Tensor:
+            at = chosen[g, :, None, None].expand(-1, 1, group)
+            return errors[g].gather(1, at).view(experts, rows, group)
+
+        chosen = costs.argmin(-1)
+        wrong = torch.cat([take(g) for g in range(count)], -1)
+        for at in [*range(0, count, panel)] * SWEEPS:
+            columns = slice(at * group, (at + panel) * group)
+            slope = wrong @ self.others[..., columns]
+            for g in range(at, min(at + panel, count)):
+                own = slice(g * group, (g + 1) * group)
+                rest = slope[..., (g - at) * group : (g - at + 1) * group].reshape(-1, group, 1)
+                cost = torch.baddbmm(costs[g, ..., None], errors[g], rest, alpha=2)
+                chosen[g] = cost.squeeze(-1).argmin(-1)
+                moved = take(g)
+                slope.baddbmm_(moved - wrong[..., own], self.others[:, own, columns])
+                wrong[..., own] = moved
+        return tried.gather(-1, chosen.T.reshape(experts, rows, count, 1)).squeeze(-1)
