@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.numerics import unseen_inputs
@@ -173,3 +173,23 @@ def test_other_scales_stay() -> None:
     ):
         start, _ = spec.search_qparams(w, torch.float32)
         assert torch.equal(searched(spec, w, None), start)
+
+
+def test_siblings_are_searched_together() -> None:
+    scheme, w = lb.NVFP4WeightOnly(), trained(60, K)
+    names = {"q_proj": 40, "k_proj": 12, "v_proj": 8}
+    model = nn.ModuleDict({n: nn.Linear(K, rows, bias=False) for n, rows in names.items()})
+    with torch.no_grad():
+        for layer, own in zip(model.values(), w.split([*names.values()]), strict=True):
+            layer.weight.copy_(own)
+    lb.quantize_(model, scheme, lambda module, name: isinstance(module, nn.Linear), "searched")
+    joint = scheme.weight.joint_part([w], torch.float32)
+    wanted = lb.AffineTensor.searched(w, scheme, joint=joint)
+    apart = lb.AffineTensor.searched(w[:40], scheme, joint=joint)
+    at = 0
+    for name, rows in names.items():
+        found = model[name].weight
+        assert found.global_scale.data_ptr() != wanted.global_scale.data_ptr()
+        assert torch.equal(found.dequantize(), wanted.dequantize()[at : at + rows])
+        at += rows
+    assert not torch.equal(model["q_proj"].weight.dequantize(), apart.dequantize())

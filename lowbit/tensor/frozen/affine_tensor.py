@@ -226,6 +226,37 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         return made._with(dtype=weight.dtype)
 
     @classmethod
+    def of_siblings(
+        cls,
+        weights: Sequence[Tensor],
+        schemes: Sequence[Scheme],
+        scales: str | None,
+        joint: Tensor,
+    ) -> list[AffineTensor]:
+        """`quantized` of siblings. They multiply the same inputs, so a search that suits these takes them from all of
+        the weights.
+
+        Args:
+            weights: [..., N, K] that differ in N alone, on one device.
+            schemes: one a weight, of one `Spec`, without static activations.
+            scales: as for `quantized`.
+            joint: what `Spec.joint_part` gives for all of them.
+
+        Raises ValueError as `quantized` does.
+        """
+        spec, pairs = schemes[0].weight, zip(weights, schemes, strict=True)
+        if scales != "searched" or spec.scales is None:
+            return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in pairs]
+        for weight in weights:
+            check_weight(weight)
+        made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
+        parts = made.split([w.shape[-2] for w in weights], -2)
+        return [
+            part.clone()._with(dtype=w.dtype, activation=scheme.activation)
+            for part, (w, scheme) in zip(parts, pairs, strict=True)
+        ]
+
+    @classmethod
     def quantized(
         cls,
         weight: Tensor,
