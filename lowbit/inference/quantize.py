@@ -79,7 +79,7 @@ def quantize_(
     inputs, and held transposed.
 
     Siblings that servers merge into one layer, such as q, k and v (`lowbit.convert.siblings`), share the global scale
-    of NVFP4, and the scale of a whole tensor in float8.
+    of NVFP4, and the scale of a whole tensor in float8. They are searched together.
 
     Weights shared by several modules stay shared. A dimension that is not a multiple of the group is padded. The state
     dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again

@@ -470,8 +470,8 @@ class _Quantize(_Operation):
         made: dict[str, AffineTensor] = {}
         name = next(iter(values))
         try:
-            for name, value in values.items():
-                check_weight(value, "it")
+            for name in values:
+                check_weight(values[name], "it")
             made = self.hf_quantizer.quantized_together(waiting.spec, values)
         except (ValueError, RuntimeError) as error:
             self.hf_quantizer.errors.setdefault(name, error)
