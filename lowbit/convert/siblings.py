@@ -98,8 +98,8 @@ def unit_of(weight: str, shape: Sequence[int]) -> str:
 
 
 def families(weights: Mapping[str, tuple[Iterable[str], Hashable]]) -> list[list[str]]:
-    """The weights, two or more at a time, that are siblings and alike. A weight that modules share joins the siblings
-    of all.
+    """The weights, two or more at a time, that are siblings and alike, in the order of their keys, so that sums over
+    them are the same to the bit wherever they come from. A weight that modules share joins the siblings of all.
 
     Args:
         weights: for each weight, by any key, the fully qualified names of the weight, and what siblings must agree in.
@@ -115,4 +115,4 @@ def families(weights: Mapping[str, tuple[Iterable[str], Hashable]]) -> list[list
                 own += others
                 groups |= dict.fromkeys(others, own)
     unique = {id(group): group for group in groups.values() if len(group) > 1}
-    return list(unique.values())
+    return list(map(sorted, unique.values()))

@@ -113,7 +113,7 @@ class Quantizing:
         specs = {n: c.scheme.weight for n, c in self._plan.items() if c.scheme is not None}
         joined = {n: ([n], alike(spec, shapes[n])) for n, spec in specs.items() if spec.joins}
         self._siblings = {name: family for family in families(joined) for name in family}
-        self._joints: dict[str, Tensor] = {}
+        self._made: dict[str, LowbitTensor] = {}
         if not any(choice.scheme for choice in self._plan.values()):
             raise FormatError(f"{folder.path} has no matrix named ….weight that the scheme chooses")
 
@@ -127,7 +127,7 @@ class Quantizing:
             is_stack = item.name in self._stacks
             values = item.value.to(self._device)
             own = values.mT.contiguous() if is_stack else values
-            weight = quantized(item.name, own, scheme, self._scales, self._joint(item.name, scheme))
+            weight = self._quantized(item.name, own, scheme)
             lost = underflow(own, weight)
             weight = weight._transposed() if is_stack else weight
             ratio = snr(values, weight.dequantize())
@@ -135,16 +135,25 @@ class Quantizing:
             note = f"{scheme.describe(weight.shape)}{choice.note}" + (f"; {lost}" if lost else "")
             yield Item(item.name, weight, item.holder, note, ratio)
 
-    def _joint(self, name: str, scheme: Scheme) -> Tensor | None:
-        """The part of the scales that a weight shares with its siblings, which are all read; None without siblings."""
+    def _quantized(self, name: str, own: Tensor, scheme: Scheme) -> LowbitTensor:
+        """The weight in its scheme. Siblings are made with the first of them, and wait for their turn."""
         family = self._siblings.get(name)
         if family is None:
-            return None
-        if name not in self._joints:
+            return quantized(name, own, scheme, self._scales)
+        if name not in self._made:
             values = [self._folder.read(n).to(self._device) for n in family]
-            found = joint_part(scheme.weight, values, self._scales == "searched")
-            self._joints |= dict.fromkeys(family, found)
-        return self._joints.pop(name)
+            joint = joint_part(scheme.weight, values, self._scales == "searched")
+            rows = [
+                v.mT.contiguous() if n in self._stacks else v
+                for n, v in zip(family, values, strict=True)
+            ]
+            try:
+                schemes = [self._plan[n].scheme or scheme for n in family]
+                made = AffineTensor.of_siblings(rows, schemes, self._scales, joint)
+            except ValueError as error:
+                raise FormatError(f"{name}: {error}") from error
+            self._made |= zip(family, made, strict=True)
+        return self._made.pop(name)
 
     def names(self) -> list[str]:
         return self._folder.names()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -13,6 +14,7 @@ from lowbit.convert import (
     Report,
     Schemes,
     Target,
+    families_of,
     find_targets,
     is_conv,
     is_turned,
@@ -64,9 +66,8 @@ def quantize_(
         scales: how the scale (and zero point) of each block is chosen. "minmax": from its smallest and largest value.
             "searched": with the smallest squared error, by `lowbit.numerics.search`, and then larger, as weights that
             are rounded by these are too small (`lowbit.numerics.gain`). Those of FP4 suit the inputs that a trained
-            weight reads (`lowbit.numerics.unseen_inputs`). On a CPU the search takes about 20 times as long, that of
-            NVFP4 about 46 times. The model is stored and runs the same. None: "searched" for integers of 1 and 2
-            bits, "minmax" for all else.
+            weight reads (`lowbit.numerics.unseen_inputs`). On a CPU the search takes 20 to 46 times as long. The
+            model is stored and runs the same. None: "searched" for integers of 1 and 2 bits, "minmax" for all else.
         device: where the model is moved, one weight after the other, each quantized there before the next one moves.
             So a GPU quantizes a model that does not fit there in high precision. None: weights stay where they are.
 
@@ -78,7 +79,7 @@ def quantize_(
     inputs, and held transposed.
 
     Siblings that servers merge into one layer, such as q, k and v (`lowbit.convert.siblings`), share the global scale
-    of NVFP4, and the scale of a whole tensor in float8.
+    of NVFP4, and the scale of a whole tensor in float8. They are searched together.
 
     Weights shared by several modules stay shared. A dimension that is not a multiple of the group is padded. The state
     dict hands out plain tensors, `weight.codes`, `weight.scale` …, and takes them again
@@ -111,13 +112,8 @@ def quantize_(
             f"{trained[0]}: adapters? Quantize before adding them, or leave them out by filter_fn or a pattern",
             stacklevel=2,
         )
-    joint = joint_parts(targets, scales == "searched")
     report = replace_weights(
-        targets,
-        report,
-        lambda t: quantized(t, scales, joint.get(t.fqn)),
-        trainable=False,
-        device=device,
+        targets, report, quantizing(targets, scales), trainable=False, device=device
     )
     if device is not None:
         model.to(device)
@@ -142,6 +138,40 @@ def _check_calibrated(target: Target) -> None:
     check_input(owner.module, owner.fqn)
 
 
+def quantizing(targets: Sequence[Target], scales: Scales | None) -> Callable[[Target], Tensor]:
+    """A function that gives the quantized weight of each target. A search makes siblings together, when the first of
+    them is asked for (`AffineTensor.of_siblings`)."""
+    joint = joint_parts(targets, scales == "searched")
+    families = {
+        target.fqn: family
+        for family in (families_of(targets) if scales == "searched" else ())
+        if not any(t.scheme.activation is not None and t.scheme.activation.static for t in family)
+        for target in family
+    }
+    made: dict[str, Tensor] = {}
+
+    def make(target: Target) -> Tensor:
+        shared, family = joint.get(target.fqn), families.get(target.fqn)
+        if shared is None or family is None:
+            return quantized(target, scales, shared)
+        if target.fqn not in made:
+            device = target.weight.device
+            rows = [_rows(t, t.weight.to(device)) for t in family]
+            schemes = [t.scheme for t in family]
+            found = AffineTensor.of_siblings(rows, schemes, scales, shared.to(device))
+            for sibling, weight in zip(family, found, strict=True):
+                made[sibling.fqn] = weight._transposed() if is_turned(sibling) else weight
+            family.clear()  # frees the weights
+        return made.pop(target.fqn)
+
+    return make
+
+
+def _rows(target: Target, weight: Tensor) -> Tensor:
+    """The weight of `target`, [..., N, K]."""
+    return weight.mT.contiguous() if is_turned(target) else weight
+
+
 def quantized(target: Target, scales: Scales | None, joint: Tensor | None) -> Tensor:
     """The weight of `target`, quantized. `joint`: the part of its scales that siblings share, if they do."""
     spec = target.scheme.activation
@@ -149,8 +179,7 @@ def quantized(target: Target, scales: Scales | None, joint: Tensor | None) -> Te
     of_input = input_qparams(rounding_owners(target)[0].module, spec) if is_static else None
     if is_conv(target):
         return ConvTensor.quantized(target.weight, target.scheme, scales, of_input)
-    turned = is_turned(target)
-    weight = target.weight.mT.contiguous() if turned else target.weight
+    weight = _rows(target, target.weight)
     joint = joint if joint is None else joint.to(weight.device)
     made = AffineTensor.quantized(weight, target.scheme, scales, of_input, joint)
-    return made._transposed() if turned else made
+    return made._transposed() if is_turned(target) else made

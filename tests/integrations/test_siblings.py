@@ -117,25 +117,29 @@ def test_every_way_shares_them(scheme, part, way, tmp_path: Path) -> None:
     assert (theirs - logits(found)).norm() < 3e-3 * theirs.norm()  # it rounds values to bfloat16
 
 
-@pytest.mark.parametrize("way", ["memory", "folder", "loaded"])
-def test_searched(way: str, tmp_path: Path) -> None:
-    """One search over all siblings."""
+@OVER
+def test_searched(scheme, part, tmp_path: Path) -> None:
+    """One search over all siblings, with the same result from memory, a folder, and transformers."""
+    from safetensors.torch import load_file
+
     from lowbit.hf import LowbitConfig
 
-    model, out = uneven(), tmp_path / "out"
-    model.save_pretrained(tmp_path / "plain")
-    if way == "folder":
-        lowbit.export(tmp_path / "plain", out, scheme=FLOAT8, scales="searched")
-    else:
-        config = LowbitConfig(FLOAT8, scales="searched")
-        if way == "loaded":
-            model = transformers.AutoModelForCausalLM.from_pretrained(
-                tmp_path / "plain", quantization_config=config
-            )
-        else:
-            lowbit.quantize_(model, {"lm_head": None, "*": FLOAT8}, scales="searched")
-        lowbit.export(model, out)
-    assert_shared(out, "weight_scale", families=4)
+    model, plain = uneven(), tmp_path / "plain"
+    model.save_pretrained(plain)
+    lowbit.export(plain, tmp_path / "folder", scheme=scheme, scales="searched")
+    config = LowbitConfig(scheme, scales="searched")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
+    lowbit.export(loaded, tmp_path / "loaded")
+    lowbit.quantize_(model, {"lm_head": None, "*": scheme}, scales="searched")
+    lowbit.export(model, tmp_path / "memory")
+    ways = [tmp_path / way for way in ("memory", "folder", "loaded")]
+    for way in ways:
+        assert_shared(way, part, families=4)
+    wanted, *others = (load_file(way / "model.safetensors") for way in ways)
+    for found in others:
+        assert found.keys() == wanted.keys()
+        for name, t in found.items():
+            assert torch.equal(t.view(torch.uint8), wanted[name].view(torch.uint8)), name
 
 
 @pytest.mark.filterwarnings("ignore:transformers 5.23 leaves out the global scales")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import lowbit as lb
 from lowbit.inference import GPTQ, Search
 from lowbit.numerics import gain
-from lowbit.numerics.unseen_inputs import settled
+from lowbit.numerics.unseen_inputs import search_qparams
 from tests.schemes import FREE_SCALES, over
 
 N, K = 24, 96
@@ -99,7 +99,7 @@ def test_siblings_of_nvfp4_share_a_global_scale_that_is_larger(inverse: bool) ->
         twice = 1 / (1 / made[0].global_scale)
         assert torch.equal(twice, made[0].global_scale)
     for w, m in zip(weights, made, strict=True):
-        start = settled(spec, w, spec.search_qparams(w, torch.float32, joint=joint), joint)
+        start = search_qparams(spec, w, joint=joint)
         before = lb.AffineTensor.from_float(w, scheme, start, joint=joint)
         assert torch.equal(m.codes, before.codes)
         assert torch.equal(m.scale.view(torch.uint8), before.scale.view(torch.uint8))
@@ -112,7 +112,7 @@ def test_scales_that_are_powers_of_two_stay() -> None:
     spec = scheme.weight
     assert not gain.can_grow(spec, None)
     made = lb.AffineTensor.searched(weight, scheme)
-    qparams = settled(spec, weight, spec.search_qparams(weight, torch.float32))
+    qparams = search_qparams(spec, weight)
     assert torch.equal(
         made.dequantize(), lb.AffineTensor.from_float(weight, scheme, qparams).dequantize()
     )

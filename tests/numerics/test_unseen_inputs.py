@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.numerics import unseen_inputs
@@ -37,6 +37,7 @@ def root(w: Tensor) -> Tensor:
 
 
 def start_of(spec: lb.Spec, w: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The scales with the least squared error, and the joint part."""
     joint = spec.joint_part([w, 2 * w], torch.float32) if spec.scales.joint else None
     return spec.search_qparams(w, torch.float32, joint=joint)[0], joint
 
@@ -57,24 +58,28 @@ def test_the_stand_in_is_near_the_root_of_the_weights_own_sums() -> None:
     torch.testing.assert_close(grown, torch.linspace(0.3, 3, 9).sqrt(), rtol=0.06, atol=0)
 
 
-def settled(spec: lb.Spec, w: Tensor, scale: Tensor, joint: Tensor | None) -> Tensor:
-    found, zero = unseen_inputs.settled(spec, w, (scale, None), joint)
+def searched(spec: lb.Spec, w: Tensor, joint: Tensor | None) -> Tensor:
+    found, zero = unseen_inputs.search_qparams(spec, w, joint=joint)
     assert zero is None
     return found
 
 
-def in_float64(spec: lb.Spec, w: Tensor, start: Tensor, joint: Tensor | None) -> Tensor:
-    """The scales of a matrix, block after block, by all of e H eᵀ."""
-    h, found = root(w), start.clone()
+def in_float64(spec: lb.Spec, w: Tensor, joint: Tensor | None) -> Tensor:
+    """The scales of a matrix: those with the least e H eᵀ of each block alone, then block after block."""
+    h, group = root(w), spec.block_size(tuple(w.shape))[-1]
     largest = spec.choose_scales(spec.pad(w), joint=joint)
     offered = [spec.scales.decode(p) for p in (largest, *spec.scales.neighbours(largest))]
-    rows = torch.arange(len(w))
+    found, rows = offered[0].clone(), torch.arange(len(w))
 
-    def errors(scale: Tensor) -> Tensor:
-        e = (rounded_by(spec, w, scale) - w).double()
-        return ((e @ h) * e).sum(-1)
+    def errors(scale: Tensor, own: slice = slice(None)) -> Tensor:
+        e = (rounded_by(spec, w, scale) - w).double()[:, own]
+        return ((e @ h[own, own]) * e).sum(-1)
 
-    for g in [*range(start.shape[-1])] * unseen_inputs.SWEEPS:
+    for g in range(found.shape[-1]):
+        own = slice(g * group, (g + 1) * group)
+        best = torch.stack([errors(scale, own) for scale in offered]).argmin(0)
+        found[:, g] = torch.stack(offered)[best, rows, g]
+    for g in [*range(found.shape[-1])] * unseen_inputs.SWEEPS:
         tried = [found]
         for scale in offered:
             moved = found.clone()
@@ -90,7 +95,7 @@ def test_blocks_take_the_scale_with_the_least_error(scheme: lb.Scheme) -> None:
     spec, w = scheme.weight, trained(N, K)
     w[3] = 0
     start, joint = start_of(spec, w)
-    found, wanted = settled(spec, w, start, joint), in_float64(spec, w, start, joint)
+    found, wanted = searched(spec, w, joint), in_float64(spec, w, joint)
     assert (found != start).any() and torch.equal(found[3], start[3])
     h = root(w)
     errors = []
@@ -106,28 +111,27 @@ def test_blocks_take_the_scale_with_the_least_error(scheme: lb.Scheme) -> None:
 def test_experts_parts_and_odd_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     spec = lb.NVFP4WeightOnly().weight
     w = trained(3, N, K)
-    start, joint = start_of(spec, w)
-    found = settled(spec, w, start, joint)
+    _, joint = start_of(spec, w)
+    found = searched(spec, w, joint)
     for i in range(3):
-        assert torch.equal(found[i], settled(spec, w[i], start[i], joint[i]))
-    monkeypatch.setattr(unseen_inputs, "INPUTS", 40)  # 32: two blocks
-    whole = settled(spec, w, start, joint)
-    parts = settled(spec, w[0], start[0], joint[0])
+        assert torch.equal(found[i], searched(spec, w[i], joint[i]))
+    monkeypatch.setattr(unseen_inputs, "PANEL", 40)  # 32: two blocks; the last one has one
+    assert torch.equal(searched(spec, w, joint), found)
+    monkeypatch.setattr(unseen_inputs, "INPUTS", 40)
+    whole = searched(spec, w, joint)
     for at in range(0, K, 32):
         own, blocks = slice(at, at + 32), slice(at // 16, at // 16 + 2)
-        scale = start[0, :, blocks]
         # the part starts from its own largest values, which joint ties to those of the whole
-        assert torch.equal(parts[:, blocks], settled(spec, w[0, :, own], scale, joint[0]))
-    monkeypatch.setitem(unseen_inputs.ROWS, "cpu", 10)
-    assert torch.equal(settled(spec, w, start, joint), whole)
+        assert torch.equal(whole[0, :, blocks], searched(spec, w[0, :, own], joint[0]))
+    for rows in (10, 2 * N):  # parts of a matrix; two matrices and one
+        monkeypatch.setitem(unseen_inputs.ROWS, "cpu", rows)
+        assert torch.equal(searched(spec, w, joint), whole)
     odd = w[0].clone()
     odd[0, 0] = float("nan")
-    kept = settled(spec, odd, start[0], joint[0])
-    assert torch.equal(kept[:, :2], start[0, :, :2])
+    assert torch.equal(searched(spec, odd, joint[0])[:, 2:], whole[0, :, 2:])  # another part
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(settled(spec, w, start, joint), whole)
-    none = settled(spec, w[0, :0], start[0, :0], joint[0])
-    assert none.shape == (0, start.shape[-1])
+        assert torch.equal(searched(spec, w, joint), whole)
+    assert searched(spec, w[0, :0], joint[0]).shape == (0, whole.shape[-1])
 
 
 @over(STORED)
@@ -136,7 +140,7 @@ def test_a_search_takes_them_and_an_importance_does_not(scheme: lb.Scheme) -> No
     joint = spec.joint_part([w], torch.float32) if spec.scales.joint else None
     start, _ = spec.search_qparams(w, torch.float32, joint=joint)
     made = lb.AffineTensor.searched(w, scheme, joint=joint)
-    found = settled(spec, w, start, joint), None
+    found = searched(spec, w, joint), None
     wanted = lb.AffineTensor.from_float(w, scheme, found, joint=joint)
     assert torch.equal(made.codes, wanted.codes)
     plain = lb.AffineTensor.from_float(w, scheme, (start, None), joint=joint)
@@ -149,13 +153,13 @@ def test_weights_near_the_ends_of_float32(scheme: lb.Scheme) -> None:
     spec, w = scheme.weight, trained(N, K)
     w[5] *= 2.0**-80  # a row whose squares are 0 beside those of others
     start, joint = start_of(spec, w)
-    found = settled(spec, w, start, joint)
+    found = searched(spec, w, joint)
     if joint is None:  # scales of e4m3 do not reach so far down
         assert (found[5] != start[5]).any()
     for power in (2.0**-40, 2.0**-30, 2.0**90, 2.0**120):
         times = None if joint is None else joint / power
-        moved = settled(spec, w * power, start * power, times)
-        assert torch.equal(moved / power, found)
+        moved = searched(spec, w * power, times)
+        assert torch.equal(moved, (found * power).clamp(min=2.0**-126))
 
 
 def test_other_scales_stay() -> None:
@@ -167,5 +171,25 @@ def test_other_scales_stay() -> None:
         lb.Spec(E2M1, lb.PerTensor(), scale_format="e8m0"),
         lb.Spec(lb.Float8(), lb.PerGroup(32), scale_format="e8m0"),
     ):
-        start = spec.search_qparams(w, torch.float32)
-        assert unseen_inputs.settled(spec, w, start) is start
+        start, _ = spec.search_qparams(w, torch.float32)
+        assert torch.equal(searched(spec, w, None), start)
+
+
+def test_siblings_are_searched_together() -> None:
+    scheme, w = lb.NVFP4WeightOnly(), trained(60, K)
+    names = {"q_proj": 40, "k_proj": 12, "v_proj": 8}
+    model = nn.ModuleDict({n: nn.Linear(K, rows, bias=False) for n, rows in names.items()})
+    with torch.no_grad():
+        for layer, own in zip(model.values(), w.split([*names.values()]), strict=True):
+            layer.weight.copy_(own)
+    lb.quantize_(model, scheme, lambda module, name: isinstance(module, nn.Linear), "searched")
+    joint = scheme.weight.joint_part([w], torch.float32)
+    wanted = lb.AffineTensor.searched(w, scheme, joint=joint)
+    apart = lb.AffineTensor.searched(w[:40], scheme, joint=joint)
+    at = 0
+    for name, rows in names.items():
+        found = model[name].weight
+        assert found.global_scale.data_ptr() != wanted.global_scale.data_ptr()
+        assert torch.equal(found.dequantize(), wanted.dequantize()[at : at + rows])
+        at += rows
+    assert not torch.equal(model["q_proj"].weight.dequantize(), apart.dequantize())

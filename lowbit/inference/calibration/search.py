@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowbit.inference.calibration.step import Layer, QParams, Step
 from lowbit.numerics.gain import can_grow, of_full_gain
-from lowbit.numerics.unseen_inputs import settled
+from lowbit.numerics.unseen_inputs import search_qparams
 
 
 @dataclass(frozen=True)
@@ -38,5 +38,6 @@ def searched(layer: Layer, importance: Tensor | None = None) -> QParams:
     if layer.joint is not None and layer.spec.scales is None:
         return layer.joint, None
     h = layer.importance() if importance is None else importance
-    found = layer.spec.search_qparams(layer.weight, layer.scale_dtype, h, layer.joint)
-    return found if h is not None else settled(layer.spec, layer.weight, found, layer.joint)
+    if h is None:
+        return search_qparams(layer.spec, layer.weight, layer.scale_dtype, layer.joint)
+    return layer.spec.search_qparams(layer.weight, layer.scale_dtype, h, layer.joint)

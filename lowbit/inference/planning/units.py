@@ -17,12 +17,11 @@ from lowbit.convert import (
     adapter_modules,
     find_owners,
     find_targets,
-    joint_parts,
     pattern_of,
     shape_of_blocks,
     unit_of,
 )
-from lowbit.inference.quantize import Scales, quantized
+from lowbit.inference.quantize import Scales, quantized, quantizing
 from lowbit.layers.exchange import Held, exchanged
 from lowbit.layers.frozen import shown_class
 from lowbit.numerics.super_blocks import INPUTS
@@ -52,8 +51,7 @@ class Option:
 
     def weights(self) -> list[Tensor]:
         """The quantized weights of `targets`."""
-        joint = joint_parts(self.targets, self.scales == "searched")
-        return [quantized(t, self.scales, joint.get(t.fqn)) for t in self.targets]
+        return list(map(quantizing(self.targets, self.scales), self.targets))
 
     def held(self, weights: Sequence[Tensor]) -> list[Held]:
         """What the modules hold with these weights."""

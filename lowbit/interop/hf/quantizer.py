@@ -10,7 +10,7 @@ that of `lowbit.export(…, format="lowbit")`, with the names of the model's own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -180,19 +180,39 @@ class LowbitQuantizer(HfQuantizer):
         return self._published.get(name)
 
     def quantized(
-        self, name: str, value: Tensor, scales: str | None = None, joint: Tensor | None = None
+        self,
+        name: str,
+        value: Tensor,
+        scales: str | None = None,
+        made: AffineTensor | None = None,
     ) -> LowbitTensor:
         """`value` in the scheme that was chosen for the weight `name`. `scales`: None takes those of the config.
-        `joint`: as `AffineTensor.from_float` takes it."""
+        `made`: what `quantized_together` gave for it."""
         assert self._plan is not None
         scheme, scales = self._plan.schemes[name], scales or self.quantization_config.scales
-        is_turned = name in self._plan.transposed
-        value = value.mT.contiguous() if is_turned else value
-        made = AffineTensor.quantized(value, scheme, scales, joint=joint)
+        value = self._rows(name, value)
+        if made is None:
+            made = AffineTensor.quantized(value, scheme, scales)
         if lost := underflow(value, made):
             logger.warning("%s: %s", name, lost)
             self._lost[name] = f"; {lost}"
-        return made._transposed() if is_turned else made
+        return made._transposed() if name in self._plan.transposed else made
+
+    def quantized_together(
+        self, spec: Spec, values: Mapping[str, Tensor]
+    ) -> dict[str, AffineTensor]:
+        """The weights of siblings by their names, as rows. Raises ValueError for what cannot be quantized."""
+        assert self._plan is not None
+        scales, schemes = self.quantization_config.scales, [self._plan.schemes[n] for n in values]
+        joint = joint_part(spec, list(values.values()), scales == "searched")
+        rows = [self._rows(name, value) for name, value in values.items()]
+        made = AffineTensor.of_siblings(rows, schemes, scales, joint)
+        return dict(zip(values, made, strict=True))
+
+    def _rows(self, name: str, value: Tensor) -> Tensor:
+        """The weight `name` as [..., N, K]."""
+        assert self._plan is not None
+        return value.mT.contiguous() if name in self._plan.transposed else value
 
     def waiting_with(self, name: str) -> _Siblings | None:
         """The siblings for which the weight of this name waits; None if it shares nothing with others."""
@@ -443,22 +463,27 @@ class _Quantize(_Operation):
 
     def together(self, model: Any, waiting: _Siblings) -> dict[str, Any]:
         """The low-bit weights of siblings, once all have been read."""
-        values, waiting.values = waiting.values, {}
+        values = {n: waiting.values[n] for n in waiting.names if n in waiting.values}
+        waiting.values = {}
         if not values:
             return {}
+        made: dict[str, AffineTensor] = {}
+        name = next(iter(values))
         try:
-            searched = self.hf_quantizer.quantization_config.scales == "searched"
-            joint = joint_part(waiting.spec, list(values.values()), searched)
+            for name in values:
+                check_weight(values[name], "it")
+            made = self.hf_quantizer.quantized_together(waiting.spec, values)
         except (ValueError, RuntimeError) as error:
-            self.hf_quantizer.errors.setdefault(next(iter(values)), error)
-            joint = None
+            self.hf_quantizer.errors.setdefault(name, error)
         return {
-            name: self._made(model, name, partial(self._quantized, name, value, joint=joint))
+            name: self._made(
+                model, name, partial(self._quantized, name, value, made=made.get(name))
+            )
             for name, value in values.items()
         }
 
     def _quantized(
-        self, name: str, value: Tensor, held: Tensor, joint: Tensor | None = None
+        self, name: str, value: Tensor, held: Tensor, made: AffineTensor | None = None
     ) -> LowbitTensor:
         """Raises ValueError for values that cannot be quantized, and for a shape that differs from the model's."""
         if held.shape != value.shape:
@@ -466,7 +491,7 @@ class _Quantize(_Operation):
                 f"it has the shape {tuple(value.shape)} in the checkpoint, and the model takes {tuple(held.shape)}"
             )
         check_weight(value, "it")
-        return self.hf_quantizer.quantized(name, value, joint=joint)
+        return self.hf_quantizer.quantized(name, value, made=made)
 
 
 class _Decode(_Operation):

@@ -31,7 +31,7 @@ from lowbit.numerics.row_chunks import count_nonfinite, encode_in_chunks
 from lowbit.numerics.scale_format import ScaleFormat
 from lowbit.numerics.spec import Spec
 from lowbit.numerics.spec_checks import check_reach
-from lowbit.numerics.unseen_inputs import settled
+from lowbit.numerics.unseen_inputs import search_qparams
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
     ATTRIBUTES,
@@ -214,15 +214,47 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if spec.scales is not None and spec.scales.joint is not None and joint is None:
             joint = spec.joint_part([weight.detach()], scale_dtype)
         plain = weight.detach()
-        qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
         if importance is None:
-            qparams = settled(spec, plain, qparams, joint)
+            qparams = search_qparams(spec, plain, scale_dtype, joint)
+        else:
+            qparams = spec.search_qparams(plain, scale_dtype, importance, joint)
         if plain.is_meta or not can_grow(spec, joint):
             return cls.from_float(weight, scheme, qparams, input_qparams, joint)
         spec.check_qparams(weight.shape, *qparams, joint)
         values, qparams, joint = of_full_gain(spec, plain, qparams, importance, joint)
         made = cls.from_float(values, scheme, qparams, input_qparams, joint)
         return made._with(dtype=weight.dtype)
+
+    @classmethod
+    def of_siblings(
+        cls,
+        weights: Sequence[Tensor],
+        schemes: Sequence[Scheme],
+        scales: str | None,
+        joint: Tensor,
+    ) -> list[AffineTensor]:
+        """`quantized` of siblings. They multiply the same inputs, so a search that suits these takes them from all of
+        the weights.
+
+        Args:
+            weights: [..., N, K] that differ in N alone, on one device.
+            schemes: one a weight, of one `Spec`, without static activations.
+            scales: as for `quantized`.
+            joint: what `Spec.joint_part` gives for all of them.
+
+        Raises ValueError as `quantized` does.
+        """
+        spec, pairs = schemes[0].weight, zip(weights, schemes, strict=True)
+        if scales != "searched" or spec.scales is None:
+            return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in pairs]
+        for weight in weights:
+            check_weight(weight)
+        made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
+        parts = made.split([w.shape[-2] for w in weights], -2)
+        return [
+            part.clone()._with(dtype=w.dtype, activation=scheme.activation)
+            for part, (w, scheme) in zip(parts, pairs, strict=True)
+        ]
 
     @classmethod
     def quantized(
