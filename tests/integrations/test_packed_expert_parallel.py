@@ -75,13 +75,62 @@ def check(rank: int, world_size: int, place: Path, device: str) -> dict[str, dic
     return found
 
 
-@pytest.mark.parametrize(
-    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multigpu])]
-)
-def test_two_processes_hold_half_the_experts_each(tmp_path: Path, device: str) -> None:
-    """With the logits and gradients of one process, and written back with its bytes."""
+def check_qat(rank: int, world_size: int, place: Path, device: str) -> dict[str, list[float]]:
+    """The losses of one process, and of two that split the experts, after steps of QAT."""
+    found: dict[str, list[float]] = {}
+    tokens = TOKENS.to(device)
+    for kind in KINDS:
+        folder = place / kind
+        with pytest.raises(ValueError, match="is a DTensor: convert the model before"):
+            lowbit.qat.prepare_(parallel(opened(folder, device), device))
+        for way in ("whole", "parallel"):
+            model = opened(folder, device).requires_grad_(False)
+            lowbit.qat.prepare_(model, scales="learned")
+            model = model if way == "whole" else parallel(model, device)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            optimizer = torch.optim.SGD(trained, lr=0.5)
+            for _ in range(2):
+                loss = model(input_ids=tokens, labels=tokens).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.setdefault(kind, []).append(loss.item())
+            if way == "parallel" or rank == 0:
+                lowbit.sync.write(model, place / f"{kind}-{way}", like=folder)
+    return found
+
+
+def skip_without_gpus(device: str) -> None:
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs; torch.cuda.device_count() is {torch.cuda.device_count()} here")
+
+
+devices = pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multigpu])]
+)
+
+
+@devices
+def test_experts_that_two_processes_split_train_by_qat(tmp_path: Path, device: str) -> None:
+    """With the losses of one process. On a CPU the written folder has its bytes."""
+    skip_without_gpus(device)
+    for kind in KINDS:
+        publish(kind, tmp_path / kind)
+    for ranks in launch(check_qat, 2, tmp_path, device, nccl=device == "cuda"):
+        for kind, (*whole, first, second) in ranks.items():
+            assert [first, second] == pytest.approx(whole, rel=1e-5), kind
+            assert second < first
+    for kind in KINDS:
+        written, whole = sums(tmp_path / f"{kind}-parallel"), sums(tmp_path / f"{kind}-whole")
+        assert written.keys() == whole.keys()
+        assert device == "cuda" or written == whole
+        assert written != sums(tmp_path / kind)
+
+
+@devices
+def test_two_processes_hold_half_the_experts_each(tmp_path: Path, device: str) -> None:
+    """With the logits and gradients of one process, and written back with its bytes."""
+    skip_without_gpus(device)
     for kind in KINDS:
         publish(kind, tmp_path / kind)
     for ranks in launch(check, 2, tmp_path, device, nccl=device == "cuda"):
