@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import copy
 import hashlib
+import itertools
 import random
 import sys
 import time
@@ -132,24 +133,25 @@ def pool_of(name: str) -> list[Tensor]:
 
 
 def drawn(names: Sequence[str], count: int, devices: Sequence[str]) -> list[Pair]:
-    """`count` random pairs. One in eight runs on the first device, the others on the last one."""
+    """`count` different random pairs. One in eight runs on the first device, the others on the last one."""
     rng = random.Random(0)
     pools = {name: pool_of(name) for name in names}
-    pairs = []
-    for at in range(count):
+    pairs: dict[Pair, None] = {}
+    for at in itertools.count():
+        if len(pairs) == count:
+            break
         name = names[at % len(names)]
         own, *others = (rng.randrange(POOL) for _ in range(1 + rng.choice((0, 1, 3, 7))))
         padding = rng.choice((0, 0, 1, 13, 40))
         longest = max(len(pools[name][i]) for i in (own, *others)) + padding
         cuts = rng.sample(range(1, longest), min(rng.choice((0, 1, 2, 4)), longest - 1))
-        pairs.append(
-            Pair(
-                *(name, own, tuple(others), padding, rng.random() < 0.5, tuple(sorted(cuts))),
-                device=devices[-1] if rng.randrange(8) else devices[0],
-                width=rng.choice(WIDTHS),
-            )
+        pair = Pair(
+            *(name, own, tuple(others), padding, rng.random() < 0.5, tuple(sorted(cuts))),
+            device=devices[-1] if rng.randrange(8) else devices[0],
+            width=rng.choice(WIDTHS),
         )
-    return pairs
+        pairs[pair] = None
+    return [*pairs]
 
 
 def split(model: Any, device: str) -> None:
