@@ -156,8 +156,7 @@ def drawn(names: Sequence[str], count: int, devices: Sequence[str]) -> list[Pair
 
 def split(model: Any, device: str) -> None:
     """Split the linears of all blocks over the processes, as tensor parallelism does."""
-    columns = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-    columns += ("mlp.gate_proj", "mlp.up_proj")
+    columns = (*(f"self_attn.{n}_proj" for n in "qkv"), "mlp.gate_proj", "mlp.up_proj")
     rows = ("self_attn.o_proj", "mlp.down_proj")
     plan: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
     plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in rows}
@@ -196,7 +195,9 @@ def check_pairs(names: Sequence[str], count: int, devices: Sequence[str]) -> boo
         model = copy.deepcopy(plain)
         invariant_(model)
         alone[name] = [logits_of(model, [s], 0, True, []) for s in pool]
-        sha256 = hashlib.sha256(b"".join(t.view(torch.uint8).numpy() for t in alone[name]))
+        sha256 = hashlib.sha256(
+            b"".join(t.view(torch.uint8).numpy().tobytes() for t in alone[name])
+        )
         print(f"{name}: {POOL} sequences alone on a CPU, SHA-256 {sha256.hexdigest()[:16]}")
         plain = plain.to(devices[-1])
         expected = [logits_of(plain, [s], 0, True, []) for s in pool]

@@ -219,7 +219,7 @@ def find_targets(
     return targets, report
 
 
-def _check_whole(fqn: str, weight: Tensor) -> None:
+def _check_whole(fqn: str, weight: Any) -> None:
     if is_dtensor(weight):
         raise ValueError(
             f"{fqn} is a DTensor: convert the model before fully_shard, parallelize_module or "

@@ -169,8 +169,11 @@ class Spec(_Computed):
         def meaning(spec: Spec) -> tuple[Any, ...]:
             symmetric = spec.mapping.startswith("symmetric")
             inverse = spec.scale_format == "e4m3_inverse"
-            own = {"mapping": "symmetric" if symmetric else spec.mapping, "scale_dtype": None}
-            own["scale_format"] = "e4m3" if inverse else spec.scale_format
+            own: dict[str, Any] = {
+                "mapping": "symmetric" if symmetric else spec.mapping,
+                "scale_format": "e4m3" if inverse else spec.scale_format,
+                "scale_dtype": None,
+            }
             return tuple(own.get(f.name, getattr(spec, f.name)) for f in fields(spec))
 
         return meaning(self) == meaning(other)
