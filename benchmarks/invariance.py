@@ -57,13 +57,14 @@ def small_model(kind: str, dtype: torch.dtype) -> nn.Module:
     }
     kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
     config, make = cast("Any", kinds[kind])
-    model = make(config(**shape)).to(dtype).eval()
+    model = make(config(**shape)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(2)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+    model = model.to(dtype)  # draws of bfloat16 depend on the processor
     lowbit.quantize_(model, lowbit.Int8DynamicActivationInt8Weight())
     return model
 
