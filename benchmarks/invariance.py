@@ -1,32 +1,42 @@
-"""The invariant mode of int8 models on a GPU: are the bits those of a CPU, and what does a step cost?
+"""The invariant mode of int8 models: are the bits the same everywhere, and what does a step cost?
 
-    python -m benchmarks.invariance                         # on a GPU
-    python -m benchmarks.invariance --pairs 40 --no-cost    # also on a CPU
+    python -m benchmarks.invariance                         # on a GPU: CPU against GPU, and the cost
+    python -m benchmarks.invariance --no-cost               # on a CPU
 
-1. Pairs: the logits of a sequence alone on a CPU, in one pass, beside those of the same sequence on a random device, in
-   a random batch, with padding on a random side, and in random chunks with a cache. All must be `torch.equal`.
+1. Pairs: the logits of a sequence alone on a CPU, in one pass and one process, beside those of the same sequence on a
+   random device, in a random batch, with padding on a random side, in random chunks with a cache, and with its linears
+   split over 1, 2 or 4 processes. All must be `torch.equal`. Processes that share a GPU communicate over gloo, those
+   with a GPU each over NCCL.
 2. The time of a forward pass of 4 layers of an 8B shape, with a head of 1/8 of the vocabulary, for the ordinary int8
    model of transformers with SDPA, and for the invariant one: in a CUDA graph, and launched by Python. While a graph is
    captured, transformers builds a mask for every prompt, so only prefill without a graph runs both attentions without
    masks.
 
-`pytest -m gpu tests/kernels/test_invariant_ops.py` compares each op.
+The program ends with status 1 if a pair of the invariant model differs. Digests of the logits alone tell whether two
+machines agree. `pytest -m gpu tests/kernels/test_invariant_ops.py` compares each op.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
+import itertools
 import random
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lowbit
 from lowbit.inference import invariant_
+from lowbit.testing.launch import launch
 
 # ---- pairs -----------------------------------------------------------------------------------------------------------
 
@@ -40,20 +50,21 @@ def small_model(kind: str, dtype: torch.dtype) -> nn.Module:
         "hidden_size": 256,
         "intermediate_size": 352,
         "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
         "head_dim": 64,
         "max_position_embeddings": 4096,
     }
     kinds = {"llama": (LlamaConfig, LlamaForCausalLM), "qwen3": (Qwen3Config, Qwen3ForCausalLM)}
     config, make = cast("Any", kinds[kind])
-    model = make(config(**shape)).to(dtype).eval()
+    model = make(config(**shape)).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:
                 parameter.mul_(2)
             else:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+    model = model.to(dtype)  # draws of bfloat16 depend on the processor
     lowbit.quantize_(model, lowbit.Int8DynamicActivationInt8Weight())
     return model
 
@@ -94,40 +105,122 @@ MODELS = {
     "llama-bfloat16": torch.bfloat16,
     "qwen3-bfloat16": torch.bfloat16,
 }
+WIDTHS = (1, 2, 4)
+POOL = 16
+"""Sequences of each model."""
 
 
-def check_pairs(names: list[str], count: int, devices: list[str]) -> None:
-    rng = random.Random(str(names))
-    ordinary: list[bool] = []
-    equal: dict[str, list[bool]] = {}
+@dataclass(frozen=True)
+class Pair:
+    """A sequence of the pool of a model, and the way in which it runs. `width`: of tensor parallelism."""
+
+    model: str
+    own: int
+    others: tuple[int, ...]
+    padding: int
+    is_left: bool
+    cuts: tuple[int, ...]
+    device: str
+    width: int
+
+    def logits(self, model: Any, pool: Sequence[Tensor]) -> Tensor:
+        batch = [pool[i] for i in (self.own, *self.others)]
+        return logits_of(model, batch, self.padding, self.is_left, [*self.cuts])
+
+
+def pool_of(name: str) -> list[Tensor]:
+    rng, generator = random.Random(name), torch.Generator().manual_seed(1)
+    return [torch.randint(0, 503, (rng.randint(4, 180),), generator=generator) for _ in range(POOL)]
+
+
+def drawn(names: Sequence[str], count: int, devices: Sequence[str]) -> list[Pair]:
+    """`count` different random pairs. One in eight runs on the first device, the others on the last one."""
+    rng = random.Random(0)
+    pools = {name: pool_of(name) for name in names}
+    pairs: dict[Pair, None] = {}
+    for at in itertools.count():
+        if len(pairs) == count:
+            break
+        name = names[at % len(names)]
+        own, *others = (rng.randrange(POOL) for _ in range(1 + rng.choice((0, 1, 3, 7))))
+        padding = rng.choice((0, 0, 1, 13, 40))
+        longest = max(len(pools[name][i]) for i in (own, *others)) + padding
+        cuts = rng.sample(range(1, longest), min(rng.choice((0, 1, 2, 4)), longest - 1))
+        pair = Pair(
+            *(name, own, tuple(others), padding, rng.random() < 0.5, tuple(sorted(cuts))),
+            device=devices[-1] if rng.randrange(8) else devices[0],
+            width=rng.choice(WIDTHS),
+        )
+        pairs[pair] = None
+    return [*pairs]
+
+
+def split(model: Any, device: str) -> None:
+    """Split the linears of all blocks over the processes, as tensor parallelism does."""
+    columns = (*(f"self_attn.{n}_proj" for n in "qkv"), "mlp.gate_proj", "mlp.up_proj")
+    rows = ("self_attn.o_proj", "mlp.down_proj")
+    plan: dict[str, Any] = {f"model.layers.*.{name}": ColwiseParallel() for name in columns}
+    plan |= {f"model.layers.*.{name}": RowwiseParallel() for name in rows}
+    mesh = init_device_mesh(device, (torch.distributed.get_world_size(),))
+    parallelize_module(model, mesh, plan, src_data_rank=None)  # every process has the whole model
+
+
+def run_pairs(
+    rank: int, width: int, pairs: Sequence[Pair], alone: dict[str, list[Tensor]]
+) -> list[bool]:
+    """Whether the logits of each pair, all of one device and width, are those of the sequence alone."""
+    torch.set_num_threads(1)
+    device, equal = pairs[0].device, {}
+    for name in alone:
+        pool, model = pool_of(name), small_model(name.split("-")[0], MODELS[name]).to(device)
+        invariant_(model)
+        if width > 1:
+            split(model, device)
+        for pair in pairs:
+            if pair.model == name:
+                equal[pair] = torch.equal(pair.logits(model, pool), alone[name][pair.own])
+    return [equal[pair] for pair in pairs]
+
+
+def counted(found: Sequence[bool]) -> str:
+    return f"{sum(found)} of {len(found)} torch.equal"
+
+
+def check_pairs(names: Sequence[str], count: int, devices: Sequence[str]) -> bool:
+    """Print how many pairs are equal; True if all of them are, of the invariant model."""
+    pairs = drawn(names, count, devices)
+    alone: dict[str, list[Tensor]] = {}
+    ordinary = []
     for name in names:
-        plain = small_model(name.split("-")[0], MODELS[name])
-        models = {}
-        for device in devices:
-            models[device] = copy.deepcopy(plain).to(device)
-            invariant_(models[device])
+        pool, plain = pool_of(name), small_model(name.split("-")[0], MODELS[name])
+        model = copy.deepcopy(plain)
+        invariant_(model)
+        alone[name] = [logits_of(model, [s], 0, True, []) for s in pool]
+        sha256 = hashlib.sha256(
+            b"".join(t.view(torch.uint8).numpy().tobytes() for t in alone[name])
+        )
+        print(f"{name}: {POOL} sequences alone on a CPU, SHA-256 {sha256.hexdigest()[:16]}")
         plain = plain.to(devices[-1])
-        pool = [torch.randint(0, 503, (rng.randint(4, 180),)) for _ in range(16)]
-        alone = [logits_of(models["cpu"], [s], 0, True, []) for s in pool]
-        plain_alone = [logits_of(plain, [s], 0, True, []) for s in pool]
-        for at in range(-(-count // len(names))):
-            own = rng.randrange(len(pool))
-            others = [pool[rng.randrange(len(pool))] for _ in range(rng.choice((0, 1, 3, 7)))]
-            padding, is_left = rng.choice((0, 0, 1, 13, 40)), rng.random() < 0.5
-            width = max(len(s) for s in (pool[own], *others)) + padding
-            cuts = sorted(rng.sample(range(1, width), min(rng.choice((0, 1, 2, 4)), width - 1)))
-            device = devices[-1] if at % 8 else devices[0]
-            batch = [pool[own], *others]
-            got = logits_of(models[device], batch, padding, is_left, cuts)
-            equal.setdefault(device, []).append(torch.equal(got, alone[own]))
-            if at % 10 == 0:
-                got = logits_of(plain, batch, padding, is_left, cuts)
-                ordinary.append(torch.equal(got, plain_alone[own]))
-    for device, found in equal.items():
-        same = f"{sum(found)} of {len(found)} torch.equal"
-        print(f"{' '.join(names)}, pairs with {device}: {same} to the sequence alone on a CPU")
-    same = f"{sum(ordinary)} of {len(ordinary)} torch.equal"
-    print(f"{' '.join(names)}, the ordinary int8 model on {devices[-1]}: {same} to itself alone")
+        expected = [logits_of(plain, [s], 0, True, []) for s in pool]
+        some = [pair for pair in pairs if pair.model == name][::10]
+        ordinary += [torch.equal(p.logits(plain, pool), expected[p.own]) for p in some]
+    equal = []
+    for device in dict.fromkeys(devices):
+        for width in WIDTHS:
+            own = [pair for pair in pairs if (pair.device, pair.width) == (device, width)]
+            if not own:
+                continue
+            nccl = device == "cuda" and torch.cuda.device_count() >= width > 1
+            start = time.perf_counter()
+            ranks = launch(run_pairs, width, own, alone, timeout=3600, fresh=True, nccl=nccl)
+            took = time.perf_counter() - start
+            found = [all(each) for each in zip(*ranks, strict=True)]
+            equal += found
+            by = "" if width == 1 else f" over {'NCCL' if nccl else 'gloo'}"
+            print(f"{device}, width {width}{by}: {counted(found)}, {took:.0f} s", flush=True)
+    print(f"all pairs: {counted(equal)} to the sequence alone on a CPU")
+    print(f"the ordinary int8 model on {devices[-1]}: {counted(ordinary)} to itself alone")
+    return all(equal)
 
 
 # ---- cost ------------------------------------------------------------------------------------------------------------
@@ -236,7 +329,7 @@ def cost(layers: int) -> None:
         )
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -248,11 +341,15 @@ def main() -> None:
     parser.add_argument("--no-cost", action="store_true")
     args = parser.parse_args()
     has_gpu = torch.cuda.is_available()
+    same = True
     if args.pairs:
-        check_pairs(args.models, args.pairs, ["cpu", "cuda"] if has_gpu else ["cpu"])
+        same = check_pairs(args.models, args.pairs, ["cpu", "cuda"] if has_gpu else ["cpu"])
     if has_gpu and not args.no_cost:
         cost(args.layers)
+    return 0 if same else 1
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import invariance  # the processes find its functions under this name
+
+    sys.exit(invariance.main())

@@ -1,19 +1,20 @@
 """How much of an adapter's gain does a merge into packed weights keep? The quick start's tiny model.
 
-    python -m recipes.recovery --preset tiny --seeds 0 --base-only --out runs/recovery
-    python -m benchmarks.merge runs/recovery/seed0 [--schemes int4,mxfp4] [--adapters short,long]
+    python -m recipes.recovery --preset tiny --seeds 0,1,2 --base-only --out runs/recovery
+    python -m benchmarks.merge runs/recovery/seed* [--schemes int4,mxfp4] [--adapters short,long] [--draws 2]
 
     kept = (loss of the base − loss merged) / (loss of the base − loss with the adapter beside it)
 
 The base was trained on the Python standard library. Its linears are packed, and LoRA of rank 8 on all of them trains on
 another text, PyTorch's `torch/distributed`: "short" for 60 steps with small changes, "long" for 200 steps at ten times
 the learning rate. Losses are in nats a token, over files of that text that nothing else reads. The merge learns from 8
-batches of 8 x 256 tokens.
+batches of 8 x 256 tokens. Each draw is of other batches.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -62,54 +63,90 @@ def adapt(model: nn.Module, tokens: Tensor, steps: int, lr: float) -> None:
         [p for p in model.parameters() if p.requires_grad], lr=lr, weight_decay=0
     )
     model.train()
+    device = next(model.parameters()).device
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * (1 - step / steps)
-        inputs, targets = batch(tokens, step)
+        inputs, targets = (t.to(device) for t in batch(tokens, step))
         F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten()).backward()
         optimizer.step()
         optimizer.zero_grad()
     model.eval()
 
 
-def measure(folder: Path, scheme: str, adapter: str, train: Tensor, windows: Tensor) -> None:
+WAYS: dict[str, dict[str, Any]] = {
+    "rounded to nearest": {},
+    "GPTQ()": {"steps": [GPTQ()]},
+    "learned": {"steps": None},
+}
+"""The options of `merge_` beside batches, which rounding to nearest takes none of."""
+
+
+def measure(
+    folder: Path,
+    scheme: str,
+    adapter: str,
+    train: Tensor,
+    windows: Tensor,
+    draws: int = 1,
+    ways: dict[str, dict[str, Any]] = WAYS,
+) -> dict[str, list[float]]:
+    """The share of the gain that each way keeps, for each draw of batches."""
+
     def loss() -> float:
         return float(window_losses(model, windows, False).mean())
 
     torch.manual_seed(0)
     model: Any = tiny(folder)[0]
+    device = next(model.parameters()).device
     lowbit.quantize_(model, SCHEMES[scheme])
     base = loss()
     adapt(model, train, *ADAPTERS[adapter])
     gain = base - loss()
-    print(f"{scheme}, {adapter} adapter: {base:.4f} nats, gain {gain:.4f}", flush=True)
-    given = [batch(train, FIRST_STEP + i)[0] for i in range(BATCHES)]
-    ways: dict[str, dict[str, Any]] = {
-        "rounded to nearest": {},
-        "GPTQ()": {"batches": given, "steps": [GPTQ()]},
-        "learned": {"batches": given},
-    }
+    print(f"{folder.name}, {scheme}, {adapter} adapter: {base:.4f} nats, gain {gain:.4f}")
+    kept: dict[str, list[float]] = {}
     for name, options in ways.items():
-        report = lowbit.peft.merge_(model, **options)
-        print(f"  {name:<20} keeps {100 * (base - loss()) / gain:5.1f}%", flush=True)
-        if report.losses is not None:
-            print(f"    {report.losses}", flush=True)
-        report.unmerge_()
+        for draw in range(draws if options else 1):
+            first = FIRST_STEP + draw * BATCHES
+            given = [batch(train, first + i)[0].to(device) for i in range(BATCHES)]
+            report = lowbit.peft.merge_(model, **options, batches=given if options else None)
+            kept.setdefault(name, []).append((base - loss()) / gain)
+            print(f"  {name:<20} keeps {kept[name][-1]:6.1%}", flush=True)
+            if report.losses is not None:
+                print(f"    {report.losses}", flush=True)
+            report.unmerge_()
+    return kept
+
+
+def texts(folder: Path) -> tuple[Tensor, Tensor]:
+    """What adapters train on, and the windows of text that losses are taken over."""
+    tokenizer = text.load(runs.RunFolder(folder).data).tokenizer
+    source = Path(torch.__file__).parent / "distributed"
+    own, others, _ = text.read_split(source, "stdlib", 0.03)
+    heldout = text.encode(tokenizer, others)
+    return text.encode(tokenizer, own), text.windows_of(heldout, CONTEXT, HELD_OUT)
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("benchmarks.merge", description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path, help="the run folder of a seed of recipes.recovery")
+    parser.add_argument(
+        "folders", type=Path, nargs="+", help="the run folders of seeds of recipes.recovery"
+    )
     parser.add_argument("--schemes", default="int4,mxfp4", help=f"of {', '.join(SCHEMES)}")
     parser.add_argument("--adapters", default="short,long", help=f"of {', '.join(ADAPTERS)}")
+    parser.add_argument("--draws", type=int, default=1, help="draws of batches")
     options = parser.parse_args(arguments)
-    tokenizer = text.load(runs.RunFolder(options.folder).data).tokenizer
-    source = Path(torch.__file__).parent / "distributed"
-    own, others, _ = text.read_split(source, "stdlib", 0.03)
-    train, heldout = text.encode(tokenizer, own), text.encode(tokenizer, others)
-    windows = text.windows_of(heldout, CONTEXT, HELD_OUT)
-    for scheme in options.schemes.split(","):
-        for adapter in options.adapters.split(","):
-            measure(options.folder, scheme, adapter, train, windows)
+    kept: dict[tuple[str, ...], list[float]] = {}
+    for folder in options.folders:
+        train, windows = texts(folder)
+        for scheme in options.schemes.split(","):
+            for adapter in options.adapters.split(","):
+                found = measure(folder, scheme, adapter, train, windows, options.draws)
+                for name, shares in found.items():
+                    kept.setdefault((scheme, adapter, name), []).extend(shares)
+    for (scheme, adapter, name), shares in kept.items():
+        mean, least, most = statistics.mean(shares), min(shares), max(shares)
+        case = f"{scheme}, {adapter} adapter, {name}"
+        print(f"{case}: {mean:.1%} ({least:.1%} to {most:.1%}, {len(shares)} merges)")
     return 0
 
 

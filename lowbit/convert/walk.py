@@ -17,7 +17,7 @@ from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import families, group_of
 from lowbit.linear.frozen.kinds import representation_of
-from lowbit.numerics.sharded import is_dtensor
+from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import TrainingScheme
@@ -137,13 +137,15 @@ def own_schemes(model: nn.Module) -> dict[str, Scheme]:
     """The scheme of each quantized weight of `model` that training can start from, by its first name, with scales of
     the dtype that it stores.
 
-    Raises ValueError if there is none.
+    Raises ValueError if there is none, and for one that is sharded.
     """
     found: dict[str, Scheme] = {}
     left: list[str] = []
     for owners in find_owners(model).values():
         module, name, fqn = owners[0]
         weight = module._parameters[name]
+        if isinstance(held_locally(weight), AffineTensor):
+            _check_whole(fqn, weight)
         if not isinstance(weight, AffineTensor):
             continue
         spec, activation = weight.spec, weight.activation
@@ -217,12 +219,17 @@ def find_targets(
     return targets, report
 
 
+def _check_whole(fqn: str, weight: Any) -> None:
+    if is_dtensor(weight):
+        raise ValueError(
+            f"{fqn} is a DTensor: convert the model before fully_shard, parallelize_module or "
+            "apply_expert_parallelism"
+        )
+
+
 def _check_target(target: Target) -> None:
     fqn = target.fqn
-    if is_dtensor(target.weight):
-        raise ValueError(
-            f"{fqn} is a DTensor: convert the model before fully_shard or parallelize_module"
-        )
+    _check_whole(fqn, target.weight)
     if isinstance(target.weight, nn.UninitializedParameter):
         raise ValueError(
             f"{fqn} has no shape yet: run the model once, so that its lazy modules are initialised"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -165,16 +165,18 @@ class Spec(_Computed):
         """True if codes and scales mean the same values under both specs. The two symmetric mappings choose different
         scales but decode them alike. So do specs that differ in `scale_dtype`, and the scale formats "e4m3" and
         "e4m3_inverse"."""
-        own, others = (
-            replace(s, scale_dtype=None, scale_format="e4m3")
-            if s.scale_format == "e4m3_inverse"
-            else replace(s, scale_dtype=None)
-            for s in (self, other)
-        )
-        symmetric = all(s.mapping.startswith("symmetric") for s in (self, other))
-        if not symmetric:
-            return own == others
-        return replace(own, mapping="symmetric") == replace(others, mapping="symmetric")
+
+        def meaning(spec: Spec) -> tuple[Any, ...]:
+            symmetric = spec.mapping.startswith("symmetric")
+            inverse = spec.scale_format == "e4m3_inverse"
+            own: dict[str, Any] = {
+                "mapping": "symmetric" if symmetric else spec.mapping,
+                "scale_format": "e4m3" if inverse else spec.scale_format,
+                "scale_dtype": None,
+            }
+            return tuple(own.get(f.name, getattr(spec, f.name)) for f in fields(spec))
+
+        return meaning(self) == meaning(other)
 
     def scale_dtype_for(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype of scales that are computed from a weight of `dtype`."""

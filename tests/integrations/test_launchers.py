@@ -1,6 +1,6 @@
-"""The files that docs/integrations.md gives for LLaMA-Factory and ms-swift, by their own commands on a tiny model.
+"""The files that docs/integrations.md gives for TRL, LLaMA-Factory and ms-swift, on a tiny model.
 
-Each runs where its package is installed, by hand: both pin releases that are not those of constraints.txt.
+Each runs where its package is installed, by hand: they pin releases that are not those of constraints.txt.
 """
 
 from __future__ import annotations
@@ -97,6 +97,25 @@ def by_llamafactory(folder: Path, start: Path, program: str, **changes: Any) -> 
     (folder / "lowbit_train.py").write_text(program)
     (folder / "config.yaml").write_text(json.dumps(settings))  # JSON is YAML too
     return losses(["lowbit_train.py", "config.yaml"], folder)
+
+
+def test_trl(start: Path, tmp_path: Path) -> None:
+    """The reward rises, and the folder has the model that sampled, in int4."""
+    pytest.importorskip("trl")
+    (tmp_path / "start").symlink_to(start)
+    program = of_page("TRL").replace(
+        'report_to="none"', 'report_to="none", use_cpu=True, bf16=False'
+    )
+    program += """
+rewards = [entry["reward"] for entry in trainer.state.log_history if "reward" in entry]
+torch.save((rewards, model(torch.arange(24)[None]).logits), "found.pt")
+"""
+    (tmp_path / "grpo.py").write_text(program)
+    assert losses(["grpo.py"], tmp_path)
+    rewards, logits = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert len(rewards) == 30 and sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
+    low = lowbit.load_pretrained(tmp_path / "grpo-int4").float()
+    assert torch.equal(low(torch.arange(24)[None]).logits, logits)
 
 
 def test_llamafactory(start: Path, tmp_path: Path) -> None:

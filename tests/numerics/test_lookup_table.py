@@ -210,7 +210,6 @@ def test_chunks_of_rows_change_nothing(scheme: lb.Scheme, monkeypatch) -> None:
     whole = lb.AffineTensor.from_float(w, scheme)
     values = whole.dequantize()
     monkeypatch.setattr("lowbit.numerics.row_chunks.CHUNK_ELEMENTS", 1000)
-    monkeypatch.setattr("lowbit.tensor.frozen.table_tensor.CHUNK_ELEMENTS", 1000)
     parts = lb.AffineTensor.from_float(w, scheme)
     assert torch.equal(parts.codes, whole.codes) and torch.equal(parts.dequantize(), values)
 

@@ -46,9 +46,12 @@ def change(model: Any, name: str) -> None:
 # ---- what travels ----------------------------------------------------------------------------------------------------
 
 
-def check_skipping(rank: int, world_size: int) -> list[Any]:
+def check_skipping(rank: int, world_size: int, device: str, port: int) -> list[Any]:
     """Every step is a transfer after which the receiver holds what the trainer streams."""
-    group, model, found = dist.group.WORLD, trained(), []
+    group: Any = dist.group.WORLD
+    if device == "cuda":
+        group = sync.connect(f"127.0.0.1:{port}", rank, world_size, backend="nccl")
+    model, found = trained().to(device), []
     known: dict[str, Any] | None = {}
     held: dict[str, Tensor] = {}
     for step in ("first", "nothing new", "one weight", "restarted", "without digests"):
@@ -64,14 +67,21 @@ def check_skipping(rank: int, world_size: int) -> list[Any]:
         got = dict(sync.receive(group, known=known))
         again = dict(sync.receive(group, known=known))
         held |= got
+        assert all(t.device.type == device for t in got.values())
         assert known is not None or again.keys() == got.keys()
         assert not differing(held, dict(sync.stream(model)))
         found.append((len(got), 0 if known is None else len(known)))
     return found
 
 
-def test_unchanged_weights_stay_at_home() -> None:
-    sender, receiver = launch(check_skipping, 2)
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.multigpu])]
+)
+def test_unchanged_weights_stay_at_home(device: str) -> None:
+    if device == "cuda" and torch.cuda.device_count() < 2:
+        pytest.skip(f"needs 2 GPUs; torch.cuda.device_count() is {torch.cuda.device_count()} here")
+    on_gpus = device == "cuda"
+    sender, receiver = launch(check_skipping, 2, device, free_port(), nccl=on_gpus)
     # (tensors of the first transfer, tensors that the second one leaves out)
     assert sender == [(11, 11), (0, 11), (3, 11), (11, 11), (11, 0)]
     assert receiver == [(11, 11), (0, 11), (3, 11), (11, 11), (11, 0)]

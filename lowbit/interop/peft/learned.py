@@ -23,7 +23,7 @@ from lowbit.schemes.scheme import Scheme
 from lowbit.tracing.batches import call, eval_mode, uncached_autocast
 
 STEPS: tuple[Step, ...] = (
-    LearnedRounding(steps=100, batch_size=16, over="model", reach=1.0, scale_rate=0, vector_rate=0),
+    LearnedRounding(steps=100, batch_size=16, over="model", reach=2.0, scale_rate=0, vector_rate=0),
 )
 """The steps of a merge by batches, unless it gets others."""
 

@@ -59,7 +59,7 @@ def merge_(
             the report says what both lose. Where the steps do not lower the loss, the sums stay rounded to nearest.
         steps: those of `lowbit.calibrate` that leave the model in high precision as it is. They start from the scales
             of the sums rounded to nearest. None: [LearnedRounding(steps=100, batch_size=16,
-            over="model", reach=1.0, scale_rate=0, vector_rate=0)], which changes codes alone.
+            over="model", reach=2.0, scale_rate=0, vector_rate=0)], which changes codes alone.
         keep_base: keep a copy of each low-bit weight in the report, for `unmerge_`. Without copies, a merge that PEFT
             refuses in one layer leaves the layers before it merged, unless there are batches.
 

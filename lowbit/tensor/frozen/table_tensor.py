@@ -24,7 +24,7 @@ from torch import Tensor
 
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.packing import pack
-from lowbit.numerics.row_chunks import CHUNK_ELEMENTS
+from lowbit.numerics.row_chunks import chunk_elements
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core import InnerShapes
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
@@ -103,11 +103,12 @@ class TableTensor(AffineTensor):
     def _dequantized(self, shape: Sequence[int]) -> Tensor:
         """In chunks of rows, whose float32 values take little memory."""
         spec, scale, columns = self.spec, self.scale_values(), self.spec.padded_shape(shape)[-1]
-        is_small = self.numel() <= CHUNK_ELEMENTS or torch.compiler.is_compiling()
+        most = chunk_elements(self.device)
+        is_small = self.numel() <= most or torch.compiler.is_compiling()
         if is_small or self.is_meta or any(size > 1 for size in spec.block_size(shape)[:-1]):
             return spec.dequantize(self._load(columns), scale, None, shape, self.dtype)
         values = self.codes.new_empty((math.prod(shape[:-1]), shape[-1]), dtype=self.dtype)
-        step = max(CHUNK_ELEMENTS // columns, 1)
+        step = max(most // columns, 1)
         parts = (t.flatten(0, -2).split(step) for t in (self.codes, scale))
         for out, codes, own in zip(values.split(step), *parts, strict=True):
             found = _table(spec).look_up(codes, columns)
