@@ -25,6 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -121,6 +122,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     shown_in: tuple[tuple[weakref.ref[Any], Callable[[Any], None]], ...] = ()
     """The modules that hold the inner tensors as attributes too (`lowbit.layers.frozen`), and the function that brings
     a module up to date."""
+    shares: Mapping[str, LowbitTensor] = MappingProxyType({})
+    """Set on views that are a part of a tensor: the inner tensors that serve more than this part, by name, with the
+    tensor of which it is a part."""
     transposed: bool = False
     """The logical tensor is the stored one with its last two dimensions swapped. True only for classes that have this
     in `meta_attrs`."""
