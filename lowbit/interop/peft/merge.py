@@ -44,7 +44,7 @@ from lowbit.tensor.frozen.requantize import requantize, widen, write
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 CLIPPED = 1.01
-"""How far a sum may be beyond what the scales of siblings reach. Rounding to nearest moves the largest value by more."""
+"""How far a sum may be beyond what the scales of siblings reach. Rounding moves the largest value by more."""
 
 
 def merge_(

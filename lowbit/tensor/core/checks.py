@@ -48,8 +48,8 @@ def check_weight(weight: Tensor, name: str = "weight") -> None:
 
 
 def check_finite(rounded: LowbitTensor, values: Tensor) -> None:
-    """Raise ValueError where `rounded`, which holds finite `values`, is infinite: near the end of a dtype the nearest code
-    may lie beyond it. In MXFP4, 6e4 is 65536, which float16 does not hold."""
+    """Raise ValueError where `rounded`, which holds finite `values`, is infinite: near the end of a dtype the nearest
+    code may lie beyond it. In MXFP4, 6e4 is 65536, which float16 does not hold."""
     if values.is_meta or not values.numel() or torch.compiler.is_compiling():
         return
     limit = torch.finfo(rounded.dtype).max
