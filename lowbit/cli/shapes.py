@@ -125,7 +125,7 @@ def _of_decoder(written: Mapping[str, Any], text: Any) -> dict[str, Any]:
 
 
 def _check_decoder(config: Mapping[str, Any], file: Path) -> None:
-    """Raise FormatError for an encoder, such as BERT: it has no cache, and other activations than `DecoderSizes` say."""
+    """Raise FormatError for an encoder, such as BERT: its activations are others, and it has no cache."""
     fills_in = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
     if (fills_in or config.get("type_vocab_size")) and not config.get("is_decoder"):
         raise FormatError(

@@ -171,12 +171,14 @@ def test_an_unknown_model_names_the_way_out(
 )
 def test_an_encoder_is_refused(part: dict[str, Any], tmp_path: Path) -> None:
     """It has the fields of a decoder, and neither its cache nor its activations."""
+    import json
+
     from lowbit.cli import shapes
 
     folder = make_model(tmp_path / "model")
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **part}))
-    with pytest.raises(FormatError, match="describes an encoder, .*lowbit inspect"):
+    with pytest.raises(FormatError, match=r"describes an encoder, .*lowbit inspect"):
         shapes.read(folder)
     (folder / "config.json").write_text(json.dumps({**config, **part, "is_decoder": True}))
     assert shapes.read(folder).parameters
