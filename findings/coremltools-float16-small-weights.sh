@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # coremltools 9.0: convert() of an ML program stores weights in float16 by default, and what becomes of those below float16's
 # smallest number, 6e-8, depends on the size of their tensor. In one of fewer than 400 elements they become 6e-8 with their
-# sign: a row of weights of 1e-10 comes back a few hundred times as large, each weight alike. In a tensor of 400 they
+# sign: a row of weights of 1e-10 comes back about a thousand times as large, all of it alike. In a tensor of 400 they
 # become 0. One weight of 7e4 keeps its whole tensor in float32. Nothing warns.
 #
 # One would guess that small numbers round to the nearest that there is, 0, as casts do, or keep their tensor in float32 as

@@ -2,7 +2,7 @@
 # optimum-quanto 0.2.7: the size of the groups of qint4 and qint2 weights follows from the number of inputs. 1,024 inputs get
 # groups of 128 and lose 10% of the weight in 4 bits. 992 get groups of 32, lose 8% and take four times the scales. 1,000
 # and 1,016 get no groups at all, one scale and shift a row: they lose 12.5% in 4 bits and 63% in 2 (39% with 992). All
-# are quantized without a word; nothing in the API names or sets the size of a group.
+# are quantized without a word, and `quantize` has no argument for the size of a group.
 #
 # One would guess one group size for a model with a remainder or padding at the end, or an error where it does not divide:
 # so do GPTQ, AWQ, torchao and llama.cpp. A few channels more or less, as after pruning, decide about a third of the error.
