@@ -48,12 +48,12 @@ class Cats(LM):
 
 
 counts = {}
-for limit in (0.5, 0.999, 1.0, 1.5, None):
-    results = simple_evaluate(model=Cats(), tasks=[dict(task)], limit=limit)
+for limit in (0.999, 1.0, 1.5):
+    results = simple_evaluate(model=Cats(), tasks=[dict(task)], limit=limit, bootstrap_iters=0)
     counts[limit] = results["n-samples"]["animals"]["effective"]
     print("limit", limit, "documents", counts[limit], "accuracy", results["results"]["animals"]["acc,none"])
     if limit == 1.0:
         assert "200" not in make_table(results)
         print(make_table(results))
-assert counts == {0.5: 100, 0.999: 200, 1.0: 1, 1.5: 1, None: 200}
+assert counts == {0.999: 200, 1.0: 1, 1.5: 1}
 PYTHON

@@ -262,6 +262,20 @@ def test_changes_of_a_slice_leave_the_rest_or_are_refused(case, part) -> None:
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, torch.clone, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.bfloat16()],
+    ids=["deepcopy", "clone", "pickle", "bfloat16"],
+)
+def test_a_copy_of_a_part_takes_new_values(copied) -> None:
+    whole = AffineTensor.from_float(torch.randn(8, 64), Int8WeightOnly())
+    before = whole.dequantize()
+    part = copied(whole[:, :32])
+    part.copy_(torch.full((8, 32), 7.0, dtype=part.dtype))
+    assert (part.dequantize() == 7).all() and same_bits(whole.dequantize(), before)
+
+
+@torch.no_grad()
 def test_a_part_whose_rest_is_zeros_takes_values_of_any_size() -> None:
     """FSDP2 pads shards with zeros, and torch's broadcast of a state dict writes to what is not padding."""
     one_scale = Scheme(Spec(Int(8), PerTensor()))

@@ -192,8 +192,15 @@ def as_view(whole: Any, view: Any) -> Any:
         shared = [n for n, t in view.inner_tensors().items() if t.numel() == own[n].numel()]
         shares = {**dict.fromkeys(shared, whole), **shares}
     if shares:
-        view.shares = shares
+        view.shares = _Shared(shares)
     return view
+
+
+class _Shared(dict[str, Any]):
+    """`LowbitTensor.shares` of a view. A deep copy has memory of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {}
 
 
 def check_part(part: Any, found: Mapping[str, Any] | None = None) -> None:
