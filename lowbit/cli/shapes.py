@@ -80,7 +80,7 @@ class ModelShapes:
 def read(path: Path) -> ModelShapes:
     """The model of a folder, or of a config.json.
 
-    Raises FormatError: no such file, not JSON, an encoder, or a model whose shapes neither shards nor transformers give.
+    Raises FormatError: no such file, not JSON, an encoder, or shapes that neither shards nor transformers give.
     """
     file = path / "config.json" if path.is_dir() else path
     written = _config(file)
