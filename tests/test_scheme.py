@@ -11,11 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import lowbit as lb
 from lowbit.numerics.affine import MAPPINGS
 from tests.schemes import (
     SCHEMES,
+    WEIGHT_ONLY,
     activation_specs,
     over,
     relative_error,
@@ -279,6 +281,40 @@ def test_smallest_values_too_large_for_float16_are_refused() -> None:
     scheme = lb.Int4WeightOnly(16, "float_zero_point", scale_dtype=torch.float16)
     with pytest.raises(ValueError, match=r"8 of 8 smallest values are beyond 65504"):
         lb.AffineTensor.from_float(torch.tensor([0.0, -1e5]).repeat(4, 16), scheme)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("scheme", WEIGHT_ONLY, ids=str)
+@pytest.mark.parametrize("share", [1.0, -0.92])
+@pytest.mark.cover("values")
+def test_no_value_becomes_infinite(dtype, scheme, share):
+    """The nearest code may lie beyond the largest number of the dtype."""
+    model = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=dtype))
+    with torch.no_grad():
+        model[0].weight[3, 5] = share * torch.finfo(dtype).max
+    try:
+        lb.quantize_(model, WEIGHT_ONLY[scheme])
+    except ValueError as error:
+        assert "round to infinity" in str(error) or "beyond 65504" in str(error), error
+    else:
+        assert model[0].weight.dequantize().isfinite().all()
+
+
+def test_a_value_that_becomes_infinite_is_named():
+    model = nn.Sequential(nn.Linear(64, 32, bias=False, dtype=torch.float16))
+    weight = model[0].weight.detach().clone()
+    with torch.no_grad():
+        model[0].weight[3, 5] = 6e4
+    with pytest.raises(
+        ValueError, match=r"0\.weight: 1 values of 2048 round to infinity.*torch.bfloat16"
+    ):
+        lb.quantize_(model, lb.MXFP4WeightOnly())
+    low = lb.AffineTensor.from_float(weight, lb.MXFP4WeightOnly())
+    with pytest.raises(ValueError, match="largest is 60000"):
+        low.copy_(model[0].weight.detach())
+    assert low.dequantize().isfinite().all()
+    lb.quantize_(model.bfloat16(), lb.MXFP4WeightOnly())
+    assert model[0].weight.dequantize()[3, 5] == 65536
 
 
 def test_given_scales_have_the_scale_dtype() -> None:

@@ -80,13 +80,14 @@ class ModelShapes:
 def read(path: Path) -> ModelShapes:
     """The model of a folder, or of a config.json.
 
-    Raises FormatError: no such file, not JSON, or a model whose shapes neither shards nor transformers give.
+    Raises FormatError: no such file, not JSON, an encoder, or shapes that neither shards nor transformers give.
     """
     file = path / "config.json" if path.is_dir() else path
     written = _config(file)
     check_config(written)
     made, text, why = _made_by_transformers(written)
     config = _of_decoder(written, text)
+    _check_decoder(config, file)
     sizes = _sizes(config, file, why)
     if path.is_dir() and any(path.glob("*.safetensors")):
         folder = Folder(path)
@@ -121,6 +122,16 @@ def _of_decoder(written: Mapping[str, Any], text: Any) -> dict[str, Any]:
         if config.get(name) is None and (found := getattr(text, name, None)) is not None:
             config[name] = found
     return config
+
+
+def _check_decoder(config: Mapping[str, Any], file: Path) -> None:
+    """Raise FormatError for an encoder, such as BERT: its activations are others, and it has no cache."""
+    fills_in = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
+    if (fills_in or config.get("type_vocab_size")) and not config.get("is_decoder"):
+        raise FormatError(
+            f"{file} describes an encoder, {config.get('model_type')}, and the estimate is one of decoders, as Llama; "
+            "lowbit inspect gives the bytes of its weights"
+        )
 
 
 def _sizes(config: Mapping[str, Any], file: Path, why: str) -> DecoderSizes:

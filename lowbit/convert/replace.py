@@ -72,7 +72,11 @@ def _replace(
 ) -> None:
     starts = getattr(target.weight, "stored_as", None) is not None and target.scheme is not None
     keeps_grad = trainable and (starts or target.weight.requires_grad)
-    new = nn.Parameter(make(target), requires_grad=keeps_grad)
+    try:
+        new = nn.Parameter(make(target), requires_grad=keeps_grad)
+    except ValueError as error:
+        fqn = target.owners[0].fqn
+        raise error if fqn in str(error) else ValueError(f"{fqn}: {error}") from error
     for module, name, _ in target.owners:
         module.register_parameter(name, new)
     first, *others = (owner.fqn for owner in target.owners)

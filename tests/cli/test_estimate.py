@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,24 @@ def test_an_unknown_model_names_the_way_out(
     with pytest.raises(FormatError, match="'rwkv': transformers is not installed") as raised:
         shapes.read(path)
     assert "\n" not in one_line(raised.value)
+
+
+@pytest.mark.parametrize(
+    "part", [{"type_vocab_size": 2}, {"architectures": ["EncoderForMaskedLM"]}], ids=str
+)
+def test_an_encoder_is_refused(part: dict[str, Any], tmp_path: Path) -> None:
+    """It has the fields of a decoder, and neither its cache nor its activations."""
+    import json
+
+    from lowbit.cli import shapes
+
+    folder = make_model(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **part}))
+    with pytest.raises(FormatError, match=r"describes an encoder, .*lowbit inspect"):
+        shapes.read(folder)
+    (folder / "config.json").write_text(json.dumps({**config, **part, "is_decoder": True}))
+    assert shapes.read(folder).parameters
 
 
 def test_a_line_of_the_table_is_in_gib() -> None:

@@ -360,6 +360,16 @@ def test_what_it_does_not_do_raises(option: dict[str, Any], said: str) -> None:
             assert "without custom_generate, which is transformers' own loop" in str(error.value)
 
 
+@pytest.mark.parametrize(
+    "prompt",
+    [torch.tensor([1, 2]), torch.zeros(1, 0).long(), torch.zeros(0, 3).long(), torch.ones(1, 3), [[1]]],
+    ids=["1-D", "empty", "no batch", "float", "list"],
+)  # fmt: skip
+def test_prompts_that_it_does_not_take(prompt: Any) -> None:
+    with pytest.raises(ValueError, match=r"input_ids are .*; accepted: a tensor of integers"):
+        hf.generate(made(), prompt, max_new_tokens=2)
+
+
 def test_models_that_it_does_not_take() -> None:
     inputs = {**prompts(1), "max_new_tokens": 3}
     model = fresh()

@@ -197,3 +197,43 @@ def test_the_bytes_of_double_quantization() -> None:
         weight = torch.randn(64, columns)
         made = lb.AffineTensor.from_float(weight, lb.NF4WeightOnly(64, double_quantization=True))
         assert 8 * made.nbytes_stored() / weight.numel() == pytest.approx(bits, abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "float8 of a tensor"])
+@pytest.mark.parametrize("keep_base", [True, False])
+def test_siblings_make_room_for_a_large_adapter(kind: str, keep_base: bool) -> None:
+    """One adapter reaches 30 times as far as what its weight shares with siblings, of which one has no adapter."""
+    schemes = {
+        "nvfp4": lb.NVFP4WeightOnly(),
+        "float8 of a tensor": lb.Float8WeightOnly(granularity=lb.PerTensor()),
+    }
+    model = llama()
+    lb.quantize_(model, schemes[kind], is_inner_linear)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(model, config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, param in model.named_parameters():
+            if "lora_" in name:
+                large = ".q_proj." in name and "lora_B" in name
+                param.copy_(torch.randn_like(param) * (3 if large else 0.03))
+    attention = model.base_model.model.model.layers[0].self_attn
+    weights = attention.q_proj.base_layer.weight, attention.k_proj.weight
+    weights = (*weights, attention.v_proj.base_layer.weight)
+    before = [w.detach().clone() for w in weights]
+    target = exactly(model)
+    report = lowbit.peft.merge_(model, keep_base=keep_base)
+    least = {"nvfp4": 18.0, "float8 of a tensor": 28.0}[kind]
+    assert all(layer.snr > least for layer in report.layers), str(report)
+    part = "global_scale" if kind == "nvfp4" else "scale"
+    own = [getattr(w, part) for w in weights]
+    assert torch.equal(own[0], own[1]) and torch.equal(own[1], own[2])
+    ratio = (getattr(before[1], part) / own[1]).log2().abs()
+    assert torch.equal(ratio, ratio.round()) and ratio > 2
+    assert relative_error(weights[1].dequantize(), before[1].dequantize()) < 2e-4
+    wanted = target.model.layers[0].self_attn.v_proj.weight
+    assert db(wanted, wanted - weights[2].dequantize()) > least
+    if keep_base:
+        report.unmerge_()
+        for weight, was in zip(weights, before, strict=True):
+            assert torch.equal(weight, was)

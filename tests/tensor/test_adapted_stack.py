@@ -380,6 +380,22 @@ def test_compiled() -> None:
         assert relative_error(own, wanted[name]) < 1e-2, name
 
 
+@pytest.mark.parametrize("is_product", [True, False])
+def test_handed_to_a_compiled_function(is_product: bool) -> None:
+    """Made by eager code, as where a block is compiled and the parametrization around it is not."""
+    weight, a, b, x, offsets = operands(dtype=torch.bfloat16, rank=8)
+
+    def layer(x: Tensor, stack: Tensor) -> Tensor:
+        if is_product:
+            return torch._grouped_mm(x, stack, offs=offsets) * 2
+        return stack.float().sum(1) + x.float().mean()
+
+    compiled = torch.compile(layer, backend="aot_eager")
+    wanted = results(layer(x, added(weight, a, b)), x, a, b)
+    for name, own in results(compiled(x, added(weight, a, b)), x, a, b).items():
+        assert relative_error(own, wanted[name]) < 1e-2, name
+
+
 def test_ranks_and_dtypes_of_factors_in_inference() -> None:
     with torch.inference_mode():
         weight, a, b, x, offsets = operands(rank=2)

@@ -5,14 +5,24 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
-from lowbit import AffineTensor, Int4WeightOnly, Int8WeightOnly
-from lowbit.tensor import CodebookTensor
+from lowbit import (
+    AffineTensor,
+    Int,
+    Int4WeightOnly,
+    Int8WeightOnly,
+    NVFP4WeightOnly,
+    PerTensor,
+    Scheme,
+    Spec,
+)
+from lowbit.tensor import CodebookTensor, TableTensor
 from tests.tensor.cases import (
     CASES,
     by_class,
@@ -210,22 +220,73 @@ def test_writes_arrive_or_are_refused(case, index) -> None:
             assert same_bits(found[index].reshape(-1, 96), case.values_of(written))
 
 
+PARTS = {
+    "rows": lambda t: t[:4],
+    "columns": lambda t: t[:, :32],
+    "rows, then columns": lambda t: t[:4][:, :32],
+    "columns, then rows": lambda t: t[:, :32][:4],
+    "detached columns": lambda t: t[:, :32].detach(),
+    "columns of the transpose": lambda t: t.t()[:32],
+    "a chunk": lambda t: t.chunk(3, 1)[0],
+}
+WRITES = {
+    "mul_": lambda part: part.mul_(3),
+    "add_": lambda part: part.add_(5),
+    "copy_": lambda part: part.copy_(torch.full(tuple(part.shape), 7.0)),
+    "a list": lambda part: torch._foreach_copy_([part], [torch.full(tuple(part.shape), 7.0)]),
+}
+
+
 @by_class
 @every_case
 @pytest.mark.filterwarnings("ignore:.* takes new values")
-@pytest.mark.parametrize("index", [slice(0, 4), (slice(None), slice(0, 32))], ids=str)
+@pytest.mark.parametrize("part", PARTS)
 @torch.no_grad()
-def test_changes_of_a_slice_leave_the_rest_or_are_refused(case, index) -> None:
-    rest = torch.ones(8, 96, dtype=torch.bool)
-    rest[index] = False
-    for write in (lambda part: part.mul_(3), lambda part: part.add_(5)):
+def test_changes_of_a_slice_leave_the_rest_or_are_refused(case, part) -> None:
+    try:
+        rest = PARTS[part](torch.arange(8 * 96.0).reshape(8, 96)).long()
+        PARTS[part](case.make((8, 96)))
+    except NotImplementedError:
+        pytest.skip("it has no such part")
+    for name, write in WRITES.items():
         t = case.make((8, 96))
         before = case.values_of(t).clone()
+        is_rest = torch.ones(8 * 96, dtype=torch.bool)
+        is_rest[rest.flatten()] = False
         try:
-            write(t[index])
+            write(PARTS[part](t))
         except NotImplementedError:
-            assert same_bits(case.values_of(t), before)
-        assert same_bits(case.values_of(t)[rest], before[rest])
+            is_rest[:] = True
+        is_rest = is_rest.view(8, 96)
+        assert same_bits(case.values_of(t)[is_rest], before[is_rest]), name
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, torch.clone, lambda t: pickle.loads(pickle.dumps(t)), lambda t: t.bfloat16()],
+    ids=["deepcopy", "clone", "pickle", "bfloat16"],
+)
+def test_a_copy_of_a_part_takes_new_values(copied) -> None:
+    whole = AffineTensor.from_float(torch.randn(8, 64), Int8WeightOnly())
+    before = whole.dequantize()
+    part = copied(whole[:, :32])
+    part.copy_(torch.full((8, 32), 7.0, dtype=part.dtype))
+    assert (part.dequantize() == 7).all() and same_bits(whole.dequantize(), before)
+
+
+@torch.no_grad()
+def test_a_part_whose_rest_is_zeros_takes_values_of_any_size() -> None:
+    """FSDP2 pads shards with zeros, and torch's broadcast of a state dict writes to what is not padding."""
+    one_scale = Scheme(Spec(Int(8), PerTensor()))
+    for kind, scheme in ((AffineTensor, one_scale), (TableTensor, NVFP4WeightOnly())):
+        x = torch.randn(7, 64) * 5
+        padded: Any = kind.from_float(x, scheme).new_zeros((9, 64))
+        padded[:7].copy_(x)
+        assert (padded.dequantize()[:7] - x).norm() < 0.12 * x.norm()
+        assert padded.dequantize()[7:].count_nonzero() == 0
+        with pytest.raises(NotImplementedError, match="with the rest"):
+            padded[7:].copy_(x[:2] * 9)
 
 
 def test_a_number_and_a_low_bit_row_are_written_too() -> None:

@@ -9,7 +9,8 @@
 PEFT's own `merge_adapter` works too, but rounds once for each adapter, and `unmerge_adapter` once more, so W does not
 come back. `merge_` dequantizes the base to float32, lets PEFT add all adapters by its own formula of LoRA, DoRA, LoHa,
 IA3 and the others, and rounds the sum once. A block keeps its scale if that scale is nearer, and siblings keep what
-they share of their scales.
+they share of their scales. Where a sum is larger than that can hold, all siblings get a power of two times as much,
+which changes no other value.
 
 Most changes by an adapter are smaller than half a step of the codes, and to nearest they vanish. With `batches`
 `lowbit.inference.LearnedRounding` chooses which weights take the step: its start is the sum rounded to nearest, and its
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,8 +40,11 @@ from lowbit.linear.frozen.kinds import representation_of
 from lowbit.progress import progress
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.requantize import requantize, write
+from lowbit.tensor.frozen.requantize import requantize, widen, write
 from lowbit.tensor.trained.trainable import TrainableTensor
+
+CLIPPED = 1.01
+"""How far a sum may be beyond what the scales of siblings reach. Rounding moves the largest value by more."""
 
 
 def merge_(
@@ -88,16 +93,22 @@ def merge_(
         _check_shared(model, layers)
     learn = None if batches is None else Learned(model, batches, steps)
     report, names = MergeReport(), None if adapter_names is None else list(adapter_names)
+    families = _families(model)
+    keeps = keep_base or learn is not None
     done: list[Kept] = [] if learn is None else learn.vectors()
     sums: list[Sum] = []
     try:
         with progress("merging adapters", len(layers), unit="layers") as advance:
             for name, layer in layers.items():
-                if keep_base or learn is not None:
+                siblings = _Siblings(
+                    families.get(family_of(name) or "", []), done if keeps else None
+                )
+                if keeps:
                     done.append(Kept.of_layer(layer))
-                found = _merge(name, layer, names, report)
+                before = done[-1] if keeps else None
+                found = _merge(name, layer, names, report, siblings)
                 if found is not None and learn is not None:
-                    found.before = done[-1]
+                    found.before = before
                     sums.append(found)
                 advance(1)
         if learn is not None and sums:
@@ -111,7 +122,11 @@ def merge_(
 
 
 def _merge(
-    name: str, layer: Any, adapter_names: list[str] | None, report: MergeReport
+    name: str,
+    layer: Any,
+    adapter_names: list[str] | None,
+    report: MergeReport,
+    siblings: _Siblings,
 ) -> Sum | None:
     """Merge the adapters of one layer. Returns the sum where a low-bit weight takes a change."""
     base, attribute = layer.get_base_layer(), attribute_of(layer)
@@ -133,9 +148,56 @@ def _merge(
     changes = not torch.equal(merged, before)  # else -0 + 0 would give other codes in FP4
     if changes:
         with torch.no_grad():
+            siblings.make_room(weight, merged)
             _round(own, weight, merged)
     report.layers.append(measured(own, weight, merged, before))
     return Sum(layer, weight, merged, len(report.layers) - 1) if changes else None
+
+
+def _families(model: nn.Module) -> dict[str, list[nn.Parameter]]:
+    """The frozen weights that share a part of their scales with siblings, by the name of the family."""
+    found: dict[str, list[nn.Parameter]] = {}
+    for name, param in model.named_parameters():
+        family = family_of(name)
+        if family is not None and isinstance(param, AffineTensor) and param.spec.joins:
+            found.setdefault(family, []).append(param)
+    return found
+
+
+@dataclass
+class _Siblings:
+    """Frozen weights that share a part of their scales.
+
+    Attributes:
+        weights: one that is merged among them.
+        kept: gets them as they are before they change; None: nothing does.
+    """
+
+    weights: list[nn.Parameter]
+    kept: list[Kept] | None
+
+    def make_room(self, weight: Any, values: Tensor) -> None:
+        """Widen what `weight` shares with the others if that is too small for `values`, and would clip them."""
+        if not self.weights:
+            return
+        own = _joint_of(weight)
+        needed = weight.spec.joint_part([values], own.dtype).to(own)
+        ratio = needed / own if weight.spec.scales is None else own / needed
+        if not bool((ratio > CLIPPED).any()):
+            return
+        joined = [w for w in self.weights if torch.equal(_joint_of(w), own)]
+        if self.kept is not None:
+            self.kept.append(Kept(joined))
+        factor = torch.exp2(ratio.float().clamp(min=1).log2().ceil())
+        for each in joined:
+            widen(each, factor)
+
+
+def _joint_of(weight: Any) -> Tensor:
+    """The part of its scales that a weight shares with siblings."""
+    scales = weight.spec.scales
+    found: Tensor = weight.scale if scales is None else getattr(weight, scales.joint)
+    return found
 
 
 def _round(name: str, weight: AffineTensor, values: Tensor) -> None:

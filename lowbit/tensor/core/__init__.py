@@ -21,6 +21,7 @@ from lowbit.tensor.core.base_ops import copy_ as copy_
 from lowbit.tensor.core.base_ops import looked_up as looked_up
 from lowbit.tensor.core.base_ops import product_below_autograd as product_below_autograd
 from lowbit.tensor.core.base_ops import to_copy as to_copy
+from lowbit.tensor.core.checks import check_finite as check_finite
 from lowbit.tensor.core.checks import check_not_flat as check_not_flat
 from lowbit.tensor.core.checks import check_weight as check_weight
 from lowbit.tensor.core.contracted import MATMULS as MATMULS

@@ -25,6 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import wraps
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -119,8 +120,9 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     """Set on the result of `view(-1)`: the shape that it was flattened from. Such a tensor can be viewed back,
     moved, cloned and dequantized, and nothing else."""
     shown_in: tuple[tuple[weakref.ref[Any], Callable[[Any], None]], ...] = ()
-    """The modules that hold the inner tensors as attributes too (`lowbit.layers.frozen`), and the function that brings
-    a module up to date."""
+    """The modules that hold the inner tensors too (`lowbit.layers.frozen`), and the function that updates a module."""
+    shares: Mapping[str, LowbitTensor] = MappingProxyType({})
+    """Set on a part of a tensor: the names of the inner tensors that serve more than this part, and that tensor."""
     transposed: bool = False
     """The logical tensor is the stored one with its last two dimensions swapped. True only for classes that have this
     in `meta_attrs`."""
@@ -272,8 +274,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
                 show(layer)
 
     def over(self, values: Tensor) -> Self | None:
-        """A tensor like this one over other plain values of its shape, where it trains; None where a plain tensor takes
-        its place."""
+        """A tensor like this one over other plain values of its shape; None where a plain tensor takes its place."""
         return None
 
     def nbytes_stored(self) -> int:

@@ -14,6 +14,7 @@ from lowbit.numerics.packing import as_bytes
 from lowbit.tensor.core.base import LowbitTensor, aten
 from lowbit.tensor.core.checks import check_not_flat, flat_error
 from lowbit.tensor.core.collectives import Concatenated
+from lowbit.tensor.core.indexing import as_view, check_part
 from lowbit_kernels.runtime.library import contiguous_strides
 
 _implements = LowbitTensor.implements
@@ -21,7 +22,7 @@ _implements = LowbitTensor.implements
 
 @_implements(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def _alias(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
-    return args[0]._with()
+    return as_view(args[0], args[0]._with())
 
 
 @_implements(aten.clone.default, aten._pin_memory.default, aten.contiguous.default)
@@ -59,13 +60,15 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
     if dst.shape != src.shape:
         raise ValueError(f"cannot copy shape {tuple(src.shape)} into {dst!r}")
     if dst.flat_from is not None and not isinstance(src, LowbitTensor):
-        dst._with(shape=dst.flat_from).copy_(src.reshape(dst.flat_from))
+        as_view(dst, dst._with(shape=dst.flat_from)).copy_(src.reshape(dst.flat_from))
         return dst
     meta: dict[str, Any] = {}
     if not isinstance(src, LowbitTensor):
         if dst.holds(src):
             return dst
         source = dst._encode(src)
+        if dst.shares:  # a low-bit source brings its scales: DCP and FSDP2 write all parts of a tensor one by one
+            check_part(dst, source)
     elif dst._is_stored_like(src):
         source = {**src.inner_tensors()}
     elif dst._takes_meta_of(src):
@@ -105,9 +108,9 @@ def _slice(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     dim = dim % self.ndim
     start, end, _ = slice(start, end).indices(self.shape[dim])
     if self.flat_from is not None and (start, end) == (0, self.shape[0]):
-        return self._with()
+        return as_view(self, self._with())
     check_not_flat(self, "a slice")
-    return self._slice(dim, start, max(start, end))
+    return as_view(self, self._slice(dim, start, max(start, end)))
 
 
 @_implements(aten.split.Tensor, aten.split_with_sizes.default)
@@ -125,7 +128,7 @@ def _split(func: Any, args: Any, kwargs: Any) -> list[LowbitTensor]:
         )
     parts, start = [], 0
     for size in sizes:
-        parts.append(self._slice(dim, start, start + size))
+        parts.append(as_view(self, self._slice(dim, start, start + size)))
         start += size
     return parts
 
@@ -142,11 +145,13 @@ def _select(func: Any, args: Any, kwargs: Any) -> Tensor | list[Any]:
         )
     size = self.shape[0]
     if func is aten.unbind.int:
-        return self._all_rows() if self.ndim < 3 else [self._expert(i) for i in range(size)]
+        if self.ndim < 3:
+            return self._all_rows()
+        return [as_view(self, self._expert(i)) for i in range(size)]
     index = args[2]
     if not -size <= index < size:
         raise IndexError(f"index {index} is out of range for a dimension of {size} of {self!r}")
-    return self._row(index % size) if self.ndim < 3 else self._expert(index % size)
+    return self._row(index % size) if self.ndim < 3 else as_view(self, self._expert(index % size))
 
 
 @_implements(aten.index_select.default, aten.index.Tensor)
@@ -179,10 +184,10 @@ def _transpose(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
     same = list(range(self.ndim))
     dims = list(func(torch.empty(same, device="meta"), *args[1:], **kwargs).shape)
     if dims == same:
-        return self._with()
+        return as_view(self, self._with())
     if dims != [*same[:-2], *same[:-3:-1]]:
         raise self._unsupported(f"dimensions in the order {dims} (accepted: the last two swapped)")
-    return self._transposed()
+    return as_view(self, self._transposed())
 
 
 @_implements(aten.view.default, aten._unsafe_view.default)
@@ -194,18 +199,18 @@ def _view(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
         known *= 1 if s == -1 else s
     shape = tuple((numel // known if known else 0) if s == -1 else s for s in size)
     if shape == tuple(self.shape):
-        return self._with()
+        return as_view(self, self._with())
     if self.flat_from is not None:
         if shape == self.flat_from:
-            return self._with(shape=shape)
+            return as_view(self, self._with(shape=shape))
     elif len(shape) == 1 and shape[0] == numel:
         flat = self._map(Tensor.contiguous, shape=shape)  # a copy of a transposed master
         flat.flat_from = tuple(self.shape)
-        return flat
+        return as_view(self, flat)
     else:
         viewed = self._view(shape)
         if viewed is not None:
-            return viewed
+            return as_view(self, viewed)
     raise self._no_view(f"a view as {shape}")
 
 
@@ -219,7 +224,7 @@ def _as_strided(func: Any, args: Any, kwargs: Any) -> LowbitTensor:
         raise self._unsupported(
             f"as_strided with size {tuple(size)}, stride {tuple(stride)}, offset {offset}"
         )
-    return self._with()
+    return as_view(self, self._with())
 
 
 @_implements(

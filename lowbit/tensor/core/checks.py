@@ -1,10 +1,12 @@
-"""Checks of tensors: of a weight that is to be quantized, and of operations that a flattened view does not have."""
+"""Checks of tensors: of a weight that is to be quantized, of what it is rounded to, and of operations that a flattened
+view does not have."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from lowbit.numerics.row_chunks import count_nonfinite
+from lowbit.numerics.row_chunks import count_nonfinite, row_chunks
 from lowbit.tensor.core.base import LowbitTensor
 
 
@@ -42,4 +44,20 @@ def check_weight(weight: Tensor, name: str = "weight") -> None:
     if not weight.is_meta and (bad := count_nonfinite(weight)):
         raise ValueError(
             f"{name} has {bad} NaN or infinite values of {weight.numel()}; repair or reload it before quantizing"
+        )
+
+
+def check_finite(rounded: LowbitTensor, values: Tensor) -> None:
+    """Raise ValueError where `rounded`, which holds finite `values`, is infinite: near the end of a dtype the nearest
+    code may lie beyond it. In MXFP4, 6e4 is 65536, which float16 does not hold."""
+    if values.is_meta or not values.numel() or torch.compiler.is_compiling():
+        return
+    limit = torch.finfo(rounded.dtype).max
+    ends = [end.abs() for chunk in row_chunks(values.detach()) for end in chunk.aminmax()]
+    largest = float(torch.stack(ends).max())
+    if largest >= limit / 2 and (bad := count_nonfinite(rounded.dequantize())):
+        raise ValueError(
+            f"{bad} values of {values.numel()} round to infinity: the largest is {largest:g}, and the codes nearest to "
+            f"them are beyond {limit:g}, the largest number of {rounded.dtype}. Accepted: torch.bfloat16 and "
+            "torch.float32, which reach 3e38, or leave the weight out with filter_fn"
         )

@@ -7,11 +7,14 @@ weight that keeps its high-precision values returns views of these instead.
 from __future__ import annotations
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
+
+from lowbit.numerics.packing import as_bytes
 
 READS = {
     *(Tensor.__getitem__, Tensor.__iter__),
@@ -148,9 +151,7 @@ def write(tensor: Any, index: Any, value: Any) -> bool:
         return False
     part, kept = tensor, []
     for dim, (cut, stays) in enumerate(cuts):
-        whole, part = part, part[(*[slice(None)] * dim, cut)]
-        if not isinstance(value, type(tensor)):
-            _check_scales_of_its_own(tensor, whole, part)
+        part = part[(*[slice(None)] * dim, cut)]
         kept += [part.shape[dim]] if stays else []
     if not isinstance(value, type(tensor)):
         plain = torch.as_tensor(value, dtype=tensor.dtype, device=tensor.device)
@@ -184,20 +185,53 @@ def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | 
     return cuts + [(slice(None), True)] * (tensor.ndim - len(cuts))
 
 
-def check_part(tensor: Any) -> None:
-    """Raise NotImplementedError for a slice that shares scales with the rest: a change would change them all."""
-    if type(tensor._base) is type(tensor):
-        _check_scales_of_its_own(tensor, tensor._base, tensor)
+def as_view(whole: Any, view: Any) -> Any:
+    """`view`, a view of `whole`, which then knows what it shares with other parts of `whole`."""
+    own, shares = whole.inner_tensors(), {**whole.shares}
+    if 0 < view.numel() < whole.numel():
+        shared = [n for n, t in view.inner_tensors().items() if t.numel() == own[n].numel()]
+        shares = {**dict.fromkeys(shared, whole), **shares}
+    if shares:
+        view.shares = _Shared(shares)
+    return view
 
 
-def _check_scales_of_its_own(tensor: Any, whole: Any, part: Any) -> None:
-    """Raise NotImplementedError where new values would change scales that other elements share."""
-    sizes = {name: t.numel() for name, t in whole.inner_tensors().items()}
-    shared = [name for name, t in part.inner_tensors().items() if t.numel() == sizes[name]]
-    if part.numel() < whole.numel() and shared:
-        raise tensor._unsupported(
-            f"writing to a part {tuple(part.shape)} of it, which shares its {' and '.join(shared)} with the rest"
+class _Shared(dict[str, Any]):
+    """`LowbitTensor.shares` of a view. A deep copy has memory of its own."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        return {}
+
+
+def check_part(part: Any, found: Mapping[str, Any] | None = None) -> None:
+    """Raise NotImplementedError for a write to a part of a tensor that changes values outside of it, since they share
+    scales. Zeros outside do no harm: FSDP2 pads shards with them.
+
+    Args:
+        found: the inner tensors to be written, by name; None: all but those of the input change.
+    """
+    if part.is_meta:
+        return
+    changed = {name: whole for name, whole in part.shares.items() if not name.startswith("input_")}
+    is_traced = torch.compiler.is_compiling()
+    if found is not None and not is_traced:
+        own = part.inner_tensors()
+        changed = {n: w for n, w in part.shares.items() if not _equal(own[n], found[n])}
+    if not is_traced and getattr(part, "zero_point", None) is None:
+        changed = {n: whole for n, whole in changed.items() if _nonzero(whole) > _nonzero(part)}
+    if changed:
+        raise part._unsupported(
+            f"writing to it, a part of a tensor of shape {tuple(next(iter(changed.values())).shape)} that shares its "
+            f"{' and '.join(changed)} with the rest"
         )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(as_bytes(a), as_bytes(b.to(a)))
+
+
+def _nonzero(tensor: Any) -> int:
+    return int(tensor.dequantize().count_nonzero())
 
 
 def _integer(index: Any) -> int | None:

@@ -61,7 +61,7 @@ class Pickling:
 
     def __reduce_ex__(self: Any, protocol: Any) -> tuple[Any, ...]:
         warn_if_has_hooks(self)
-        own = {*self.tensor_attrs, *self.meta_attrs, "flat_from", *self.caches}
+        own = {*self.tensor_attrs, *self.meta_attrs, "flat_from", "shares", *self.caches}
         others = {name: value for name, value in self.__dict__.items() if name not in own}
         described = (tuple(self.shape), self.dtype, self.flat_from, self.requires_grad)
         parts = self.inner_tensors()

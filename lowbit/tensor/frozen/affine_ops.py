@@ -7,7 +7,8 @@ Arithmetic, which tools that merge adapters into a model do:
     weight *= factor, weight /= factor     multiplies the scales by a positive factor, where their format holds them
 
 Other writes quantize again, so a change smaller than half a quantization step is mostly lost. Each block keeps its
-scale unless a new one has the smaller error, so values that do not change keep their bits. `lowbit.dequantize_(model)`
+scale unless a new one has the smaller error, so values that do not change keep their bits. A write to a part that
+shares scales with other values, such as columns of int8 rows, raises NotImplementedError. `lowbit.dequantize_(model)`
 before merging loses nothing.
 """
 

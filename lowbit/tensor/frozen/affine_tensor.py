@@ -37,6 +37,7 @@ from lowbit.tensor.core import (
     ATTRIBUTES,
     InnerShapes,
     LowbitTensor,
+    check_finite,
     check_weight,
     is_traced,
     refuse_trace,
@@ -168,7 +169,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         Raises:
             ValueError: integer, complex, low-bit, 1-D, NaN or infinite weights; scales and zero points of another shape
                 or dtype; scales that are zero or not finite, as those of weights too large for a `scale_dtype` of
-                float16; a static activation without `input_qparams`.
+                float16; weights that round to infinity in their dtype; a static activation without `input_qparams`.
         """
         spec = scheme.weight if isinstance(scheme, Scheme) else scheme
         activation = scheme.activation if isinstance(scheme, Scheme) else None
@@ -185,7 +186,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         tensors = kind._encode_as(weight.detach(), spec, scale_dtype, qparams, joint)
         check_reach(spec, tensors)
         tensors.update(_parts_of_input(activation, input_qparams))
-        return kind.from_inner(tensors, meta, weight.shape, weight.dtype)
+        made = kind.from_inner(tensors, meta, weight.shape, weight.dtype)
+        check_finite(made, weight)
+        return made
 
     @classmethod
     def searched(
@@ -223,7 +226,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         spec.check_qparams(weight.shape, *qparams, joint)
         values, qparams, joint = of_full_gain(spec, plain, qparams, importance, joint)
         made = cls.from_float(values, scheme, qparams, input_qparams, joint)
-        return made._with(dtype=weight.dtype)
+        made = made._with(dtype=weight.dtype)
+        check_finite(made, weight)
+        return made
 
     @classmethod
     def of_siblings(
@@ -427,7 +432,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             )
         found = type(self)._encode_as(stored, self.spec, self.scale.dtype)
         check_reach(self.spec, found)
-        return {**found, **self._of_input()}
+        found.update(self._of_input())
+        check_finite(self._with(found), values)
+        return found
 
     def _takes_meta_of(self, other: Tensor) -> bool:
         """Accepts the other symmetric mapping, as in a checkpoint of a preset that had it, and another `scale_dtype`

@@ -40,6 +40,21 @@ def write(weight: Any, values: Tensor, qparams: tuple[Tensor, Tensor | None] | N
         weight.zero_point.copy_(zero_point)
 
 
+def widen(weight: Any, factor: Tensor) -> None:
+    """Let the part of the scales that an AffineTensor shares with siblings reach `factor` times as far: a power of two,
+    float32 [..., 1, 1]. Its values stay, except the smallest ones of float8, which are rounded again."""
+    if weight.spec.scales is None:
+        wide = weight._with(dtype=torch.promote_types(weight.dtype, torch.float32)).dequantize()
+        write(weight, wide.mT if weight.transposed else wide, (weight.scale * factor, None))
+        return
+    scale = weight.scale_values()
+    shared = getattr(weight, weight.spec.scales.joint)
+    shared.div_(factor)
+    parts = {name: getattr(weight, name) for name in weight.spec.scales.shared}
+    nearest = weight.spec.scales.nearest(scale, parts)
+    weight.scale.copy_(weight.spec.scales.encode_given(nearest, parts)["scale"])
+
+
 def rescale(weight: Any, values: Tensor) -> bool:
     """Multiply the scales of an AffineTensor that is not transposed, and keep its codes, where every block of `values`,
     of its shape [..., N, K], is a positive multiple of the block that it holds. Returns whether it did: not for other

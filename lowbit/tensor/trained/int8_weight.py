@@ -231,9 +231,8 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
 
     def scale_(self, factor: Any) -> bool:
         """A positive number multiplies the scales alone, which columns share with the rest of their rows."""
-        whole: Any = self if self._base is None else self._base
-        is_part = self.numel() < whole.numel() and self.scale.numel() == whole.scale.numel()
-        exact = isinstance(factor, int | float) and 0 < factor < math.inf and not is_part
+        is_number = isinstance(factor, int | float) and 0 < factor < math.inf
+        exact = is_number and "scale" not in self.shares
         if exact:
             self.scale.mul_(factor)
         return exact

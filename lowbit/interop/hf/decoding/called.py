@@ -77,7 +77,7 @@ def generate(
 
     Raises:
         TypeError: the model has no `generate`.
-        ValueError: an option or a model that it does not take. The message names it, and the way out.
+        ValueError: prompts, an option or a model that it does not take. The message names it, and the way out.
         RuntimeError: the model's logits were NaN.
     """
     caller = _preparing_frame(sys._getframe(1), model, generation_config)
@@ -98,6 +98,8 @@ def generate(
         raise refused("custom_generate", "it is one itself")
     strings = options.get("stop_strings") or getattr(generation_config, "stop_strings", None)
     _refuse_lost({**options, "stop_strings": strings})
+    if input_ids is not None and options.get("inputs_embeds") is None:
+        _check_prompts(input_ids)
     found: Tensor = model.generate(
         *(() if input_ids is None else (input_ids,)),
         generation_config=generation_config,
@@ -107,6 +109,19 @@ def generate(
         **options,
     )
     return found
+
+
+def _check_prompts(input_ids: Any) -> None:
+    """Raise ValueError unless these are tokens [batch, length] of one prompt or more, none of them empty."""
+    is_tensor = isinstance(input_ids, Tensor)
+    is_whole = is_tensor and not input_ids.is_floating_point() and input_ids.dtype is not torch.bool
+    if is_whole and input_ids.ndim == 2 and input_ids.numel():
+        return
+    got = f"{input_ids.dtype} {tuple(input_ids.shape)}" if is_tensor else type(input_ids).__name__
+    raise ValueError(
+        f"input_ids are {got}; accepted: a tensor of integers [batch, length], a row a prompt, with one token or more: "
+        "tokenizer([text], return_tensors='pt').input_ids, or input_ids[None] for a prompt without the batch"
+    )
 
 
 def _with(
