@@ -211,10 +211,10 @@ uint32 cluster_rank() { return blockIdx.x % emulation::cluster; }
 void cluster_sync() { emulation::meet(1, emulation::threads * emulation::cluster); }
 void cluster_arrive() { emulation::come(1); }
 void cluster_wait() { emulation::await(1, emulation::threads * emulation::cluster); }
-void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
-    emulation::load([=, &own = emulation::block(rank)] {
-        memcpy(own.memory + address, &x, 16);
-        emulation::Barrier &b = own.barriers.at(barrier);
+void send(uint32 address, uint32 barrier, float4 x) {
+    emulation::load([=, &own = emulation::block(address >> 24)] {
+        memcpy(own.memory + (address & 0xffffff), &x, 16);
+        emulation::Barrier &b = own.barriers.at(barrier & 0xffffff);
         b.bytes -= 16;
         finish_phase(b);
     });

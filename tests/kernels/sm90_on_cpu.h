@@ -67,7 +67,11 @@ uint32 cluster_rank();
 void cluster_sync();
 void cluster_arrive();
 void cluster_wait();
-void send(uint32 address, uint32 rank, float4 x, uint32 barrier);
+static inline uint32 in_block(uint32 address, uint32 rank) { return address | rank << 24; }
+void send(uint32 address, uint32 barrier, float4 x);
+static inline void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
+    send(in_block(address, rank), in_block(barrier, rank), x);
+}
 void named_barrier_arrive(int id, int threads);
 void named_barrier_sync(int id, int threads);
 static inline void wait_for_previous() {}

@@ -247,6 +247,8 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
     ),  # an odd number of squares, many tiles
     (planned(112, 128, 2, 2, 1, 2, rounded=True), 130, 520, 400, 4, 128),  # the same, divided
     (planned(208, 128, 2, 1, 2, 1, rounded=True), 208, 128, 400, 4, 128),
+    (planned(176, 128, 2, 1, 2, 4, rounded=True), 180, 136, 600, 4, 128),  # both finish 16 tokens
+    (planned(256, 128, 2, 1, 2, 1, rounded=True), 250, 128, 300, 4, 128),  # sums in two phases
 ]
 
 

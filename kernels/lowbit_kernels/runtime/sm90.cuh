@@ -81,14 +81,22 @@ DEVICE void cluster_sync() {
 DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
 DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Sends 16 bytes to the same address in block `rank` of the cluster. They count for the barrier at `barrier` there.
+// The address in block `rank` of the cluster of what is at `address` here.
+DEVICE uint32 in_block(uint32 address, uint32 rank) {
+    uint32 result;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(result) : "r"(address), "r"(rank));
+    return result;
+}
+
+// Sends 16 bytes to another block, both addresses `in_block` of it. They count for the barrier there.
+DEVICE void send(uint32 address, uint32 barrier, float4 x) {
+    asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%2, %3, %4, %5}, [%1];" ::
+                     "r"(address), "r"(barrier), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+}
+
+// The same to the same address in block `rank`, for the barrier at `barrier` there.
 DEVICE void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
-    asm volatile(
-        "{\n.reg .b32 to, at;\n"
-        "mapa.shared::cluster.u32 to, %0, %2;\n"
-        "mapa.shared::cluster.u32 at, %1, %2;\n"
-        "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [to], {%3, %4, %5, %6}, [at];\n}" ::
-            "r"(address), "r"(barrier), "r"(rank), "f"(x.x), "f"(x.y), "f"(x.z), "f"(x.w) : "memory");
+    send(in_block(address, rank), in_block(barrier, rank), x);
 }
 
 // ---- launches that overlap -------------------------------------------------------------------------------------------

@@ -52,6 +52,7 @@ DEVICE void copy_eight(unsigned short *to, const unsigned short *from, int first
 struct Rows {
     float scale[2], bias[2];
 
+    MEMBER Rows() {}
     MEMBER Rows(const Epilogue &epilogue, const Shape &shape, int row, int above = 0) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -136,13 +137,13 @@ DEVICE void finish_lines(unsigned char *lines, const Epilogue &epilogue, const S
 // Finishes the warp's rows from `row` on, and tokens from `token` on, whose sums it has.
 template <int COUNT>
 DEVICE void finish_all(unsigned char *boxes, const Epilogue &epilogue, const Shape &shape, const Corner &from,
-                       const float (&sums)[SUBTILES][COUNT], int row, int token) {
+                       const Rows (&factors)[SUBTILES], const float (&sums)[SUBTILES][COUNT], int row, int token) {
     const bool plain = !OVERLAP && epilogue.wide && !epilogue.residual;
     const int warp = threadIdx.x / 32, above = warp % 4 * 16;
     unsigned char *lines = boxes + warp / 4 * 2 * LINE_BYTES, *box = lines + warp % 4 * BOX_BYTES;
 #pragma unroll
     for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64) {
-        const Rows rows(epilogue, shape, row);
+        const Rows &rows = factors[subtile];
         if (plain && row - above + 64 <= shape.n) {
             if (epilogue.token_scale) finish_lines<true>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
             else finish_lines<false>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
@@ -183,7 +184,7 @@ struct Exchange {
     // Each warp sends its sums to the blocks that finish them, or stores them if its own block does.
     MEMBER void send(const float (&sums)[SUBTILES][SUMS]) const {
         if (PARTS > 1 && threadIdx.x == 0)
-            barrier_expect(shared_address(&shared.sums_arrived), OWN * sizeof(Part) / PARTS * (PARTS - 1));
+            barrier_expect(shared_address(shared.sums_arrived), OWN * sizeof(Part) / PARTS * (PARTS - 1));
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, turn = warp / (WARPS / LANES);
 #pragma unroll
         for (int subtile = 0; subtile < SUBTILES; ++subtile) {
@@ -197,7 +198,7 @@ struct Exchange {
                     const float *from = &sums[subtile][j * 8 + i * 4];
                     const float4 four = make_float4(from[0], from[1], from[2], from[3]);
                     if (PARTS == 1 || unit % PARTS == part) to[i * 32] = four;
-                    else ::send(shared_address(to + i * 32), block, four, shared_address(&shared.sums_arrived));
+                    else ::send(shared_address(to + i * 32), block, four, shared_address(shared.sums_arrived));
                 }
             }
         }
@@ -215,7 +216,7 @@ struct Exchange {
         send(sums);
         const Rows rows(epilogue, shape, row);  // loaded while the sums arrive
         named_barrier_sync(1, WARPS * 32);
-        if constexpr (PARTS > 1) barrier_wait_after(shared_address(&shared.sums_arrived), parity);
+        if constexpr (PARTS > 1) barrier_wait_after(shared_address(shared.sums_arrived), parity);
         for (int own = warp; own < OWN; own += WARPS) {
             const int token = schedule.token + own / (UNITS / PARTS) * 16;
             if (row >= shape.n || token >= shape.m) continue;
@@ -236,13 +237,15 @@ struct Exchange {
     }
 };
 
+DEVICE void add(float4 &sum, const float4 &x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
+
 // The same for blocks whose warps have rows of their own: a block finishes some of the tokens for all rows of the tile. So
 // a warp keeps its own sums in registers, and results leave as those of other tiles do. Two blocks may both finish 16
 // tokens in the middle, to the same bits.
 template <int PARTS, int BESIDES>
 struct Shares {
     static constexpr int SQUARES = TOKENS / 16, SHARE = (SQUARES + PARTS - 1) / PARTS, COUNT = SHARE * 8;
-    static constexpr int PHASES = SHARE % 2 ? 1 : 2, PHASE = COUNT / PHASES;  // sums that are finished while others arrive
+    static constexpr int PHASES = SHARE % 2 ? 1 : PHASES_MOST, PHASE = COUNT / PHASES;  // sums that are finished while others arrive
     typedef float4 Part[COUNT / 4][32];  // a warp's sums in a subtile
     static constexpr int BYTES = WARPS * SUBTILES * (PARTS - 1) * sizeof(Part);
     static_assert(BYTES <= STAGES * STAGE_BYTES, "");
@@ -253,43 +256,55 @@ struct Shares {
                               const Shape &shape, const Schedule &schedule, uint32 rank, int row) {
         const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = rank / BESIDES;
         Part *parts = (Part *)shared.stage + warp * SUBTILES * (PARTS - 1);
-        const uint32 arrived[2] = {shared_address(&shared.sums_arrived), shared_address(&shared.rest_arrived)};
+        const uint32 arrived = shared_address(shared.sums_arrived), there = shared_address(&parts[0][0][lane]);
         Exchange<PARTS, BESIDES>(shared, parts, rank).leave();
-        barrier_wait(shared_address(&shared.sums_read), 0);  // nobody reads the ring
-        for (int phase = 0; threadIdx.x == 0 && phase < PHASES; ++phase) barrier_expect(arrived[phase], BYTES / PHASES);
-        float own[PHASES][SUBTILES][PHASE];
+        Rows rows[SUBTILES];  // loaded while others finish
 #pragma unroll
-        for (int j = 0; j < PHASES * PARTS * SUBTILES * PHASE; j += 4) {
-            const int phase = j / (PARTS * SUBTILES * PHASE), to = j / (SUBTILES * PHASE) % PARTS;
-            const int subtile = j / PHASE % SUBTILES, i = phase * PHASE + j % PHASE;
-            const float *from = &sums[subtile][first(to) + i];
-            float *mine = &own[phase][subtile][j % PHASE];
-            if (to == part) {
-                mine[0] = from[0], mine[1] = from[1], mine[2] = from[2], mine[3] = from[3];
-            } else {
-                float4 *there = &parts[subtile * (PARTS - 1) + part - (part > to)][i / 4][lane];
-                const float4 four = make_float4(from[0], from[1], from[2], from[3]);
-                send(shared_address(there), to * BESIDES + rank % BESIDES, four, arrived[phase]);
+        for (int i = 0; i < SUBTILES; ++i) rows[i] = Rows(epilogue, shape, row + i * 64);
+        barrier_wait(shared_address(&shared.sums_read), 0);  // nobody reads the ring
+        for (int phase = 0; threadIdx.x == 0 && phase < PHASES; ++phase) barrier_expect(arrived + phase * 8, BYTES / PHASES);
+        float own[PHASES][SUBTILES][PHASE];
+        // Each instruction runs once a tile, so fetching it costs most. With a branch for each `part`, all registers and
+        // distances are constants.
+#pragma unroll
+        for (int mine = 0; mine < PARTS; ++mine) {
+            if (mine != part) continue;
+#pragma unroll
+            for (int j = 0; j < PHASES * PARTS * SUBTILES * PHASE; j += 4) {
+                const int phase = j / (PARTS * SUBTILES * PHASE), to = j / (SUBTILES * PHASE) % PARTS;
+                const int subtile = j / PHASE % SUBTILES, i = phase * PHASE + j % PHASE;
+                const float *from = &sums[subtile][first(to) + i];
+                float *kept = &own[phase][subtile][j % PHASE];
+                if (to == mine) {
+                    kept[0] = from[0], kept[1] = from[1], kept[2] = from[2], kept[3] = from[3];
+                } else {
+                    const int other = subtile * (PARTS - 1) + mine - (mine > to), block = to * BESIDES + rank % BESIDES;
+                    const uint32 at = in_block(there, block) + other * (uint32)sizeof(Part) + i / 4 * 512;
+                    send(at, in_block(arrived, block) + phase * 8, make_float4(from[0], from[1], from[2], from[3]));
+                }
             }
         }
 #pragma unroll
         for (int phase = 0; phase < PHASES; ++phase) {
-            barrier_wait_after(arrived[phase], 0);
+            barrier_wait_after(arrived + phase * 8, 0);
 #pragma unroll
             for (int j = 0; j < SUBTILES * PHASE; j += 4) {
                 float *mine = &own[phase][j / PHASE][j % PHASE];
-                float4 sum = {};
+                const int i = (phase * PHASE + j % PHASE) / 4;
+                const float4 kept = make_float4(mine[0], mine[1], mine[2], mine[3]);
+                float4 sum = kept;
+                if (PARTS == 2) add(sum, parts[j / PHASE][i][lane]);
 #pragma unroll
-                for (int source = 0; source < PARTS; ++source) {  // in the order of K
-                    float4 more = make_float4(mine[0], mine[1], mine[2], mine[3]);
+                for (int source = 0; PARTS > 2 && source < PARTS; ++source) {  // in the order of K; two sums commute
                     const int other = j / PHASE * (PARTS - 1) + source - (source > part);
-                    if (source != part) more = parts[other][(phase * PHASE + j % PHASE) / 4][lane];
-                    sum = source ? make_float4(sum.x + more.x, sum.y + more.y, sum.z + more.z, sum.w + more.w) : more;
+                    const float4 more = source == part ? kept : parts[other][i][lane];
+                    if (source) add(sum, more);
+                    else sum = more;
                 }
                 mine[0] = sum.x, mine[1] = sum.y, mine[2] = sum.z, mine[3] = sum.w;
             }
             const int token = schedule.token + (first(part) + phase * PHASE) * 2;
-            finish_all(shared.box, epilogue, shape, schedule.own(), own[phase], row, token);
+            finish_all(shared.box, epilogue, shape, schedule.own(), rows, own[phase], row, token);
         }
     }
 };
@@ -298,7 +313,7 @@ struct Shares {
 // other two warps to the other block, and adds the sums that it receives. Returns whether the warp has rows to finish.
 DEVICE bool merge(Shared &shared, float (&sums)[SUMS], uint32 rank, uint32 parity) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const uint32 sums_arrived = shared_address(&shared.sums_arrived), sums_read = shared_address(&shared.sums_read);
+    const uint32 sums_arrived = shared_address(shared.sums_arrived), sums_read = shared_address(&shared.sums_read);
     float4(*other)[1][2][32] = (float4(*)[1][2][32])shared.part[warp % 2 * (TOKENS / 16)];
     if (warp / 2 != rank) {
         barrier_wait(sums_read, parity ^ 1);
@@ -352,7 +367,10 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
         } else if (ONCE || (TAIL && schedule.divided)) {
             Shares<ONCE ? SPLIT : BESIDE, ONCE ? BESIDE : 1>::finish(shared, result, epilogue, shape, schedule, rank, row);
         } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
-            finish_all(shared.box, epilogue, shape, schedule.own(), result, row, schedule.token);
+            Rows rows[SUBTILES];
+#pragma unroll
+            for (int i = 0; i < SUBTILES; ++i) rows[i] = Rows(epilogue, shape, row + i * 64);
+            finish_all(shared.box, epilogue, shape, schedule.own(), rows, result, row, schedule.token);
         }
     }
 }
@@ -383,8 +401,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
             barrier_init(shared_address(&shared.full[i]), 1);
             barrier_init(shared_address(&shared.empty[i]), WARPS / LANES * BESIDE);
         }
-        barrier_init(shared_address(&shared.sums_arrived), OVERLAP ? 2 : 1);
-        barrier_init(shared_address(&shared.rest_arrived), 1);
+        for (int i = 0; i < PHASES_MOST; ++i) barrier_init(shared_address(&shared.sums_arrived[i]), OVERLAP ? 2 : 1);
         barrier_init(shared_address(&shared.sums_read), OVERLAP ? 2 : WARPS * (TAIL ? BESIDE : SPLIT));
         barrier_init_fence();
         prefetch(codes), prefetch(x);

@@ -99,7 +99,7 @@ SMALL = tuple(Tile(tokens, rows, 4) for tokens in (16, 32, 64) for rows in (64, 
 # Two adjacent blocks share 448 rows, and both hold the middle 64: see `weight_mm_large_batch_sm90.cu`.
 PAIRED = tuple(Tile(tokens, 224, 4) for tokens in (16, 32))
 # A number of tokens that leaves a tile half empty costs as much as a full one, so there are many.
-TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 192, 208, 256)
+TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 256)
 WIDE = tuple(
     Tile(tokens, rows, groups)
     for tokens in TOKENS

@@ -76,13 +76,14 @@ static_assert(4 * BOX_BYTES <= 2 * LINE_BYTES, "");
 static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
 // Whether the sums that blocks share take the ring's place. Then a block has one tile, or it is the last one.
 static constexpr bool ONCE = SPLIT > 1 && LANES == 1 && TOKENS > 64;
+static constexpr int PHASES_MOST = 2;  // in which they arrive
 static constexpr bool BESIDE_RING = SOURCES > 1 && !ONCE;  // whether they have a place of their own
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
     float4 part[BESIDE_RING ? OWN : MERGED][BESIDE_RING ? SOURCES : 1][2][32];  // sums of the block's squares
     unsigned char box[BESIDE_RING ? BOX_BYTES : GROUPS * 2 * LINE_BYTES];
-    uint64 full[STAGES], empty[STAGES], sums_arrived, sums_read, rest_arrived;
+    uint64 full[STAGES], empty[STAGES], sums_arrived[PHASES_MOST], sums_read;
 };
 static constexpr int LOOKUP_AT = sizeof(Shared), TILES_AT = LOOKUP_AT + PAIRS * TABLE_STEP;
 
