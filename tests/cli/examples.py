@@ -37,7 +37,8 @@ def beside_pages() -> list[str]:
 
 
 def needs_transformers(line: str) -> bool:
-    return command_of(line) in ("eval", "generate") or "--data" in line or "--method" in line
+    options = ("--data", "--method", "estimate model/config.json")
+    return command_of(line) in ("eval", "generate") or any(one in line for one in options)
 
 
 def command_of(line: str) -> str:
