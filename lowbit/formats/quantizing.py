@@ -43,6 +43,7 @@ from lowbit.formats.tied import is_tied
 from lowbit.numerics.snr import snr
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 SCALES = ("minmax", "searched")
@@ -142,16 +143,18 @@ class Quantizing:
             return quantized(name, own, scheme, self._scales)
         if name not in self._made:
             values = [self._folder.read(n).to(self._device) for n in family]
-            joint = joint_part(scheme.weight, values, self._scales == "searched")
             rows = [
                 v.mT.contiguous() if n in self._stacks else v
                 for n, v in zip(family, values, strict=True)
             ]
+            schemes = [self._plan[n].scheme or scheme for n in family]
             try:
-                schemes = [self._plan[n].scheme or scheme for n in family]
+                for sibling, row in zip(family, rows, strict=True):
+                    check_weight(row, sibling)
+                joint = joint_part(scheme.weight, values, self._scales == "searched")
                 made = AffineTensor.of_siblings(rows, schemes, self._scales, joint)
             except ValueError as error:
-                raise FormatError(f"{name}: {error}") from error
+                raise FormatError(f"{', '.join(family)}: {error}") from error
             self._made |= zip(family, made, strict=True)
         return self._made.pop(name)
 
@@ -252,12 +255,10 @@ def _choose(
     )
 
 
-def quantized(
-    name: str, values: Tensor, scheme: Scheme, scales: str | None, joint: Tensor | None = None
-) -> LowbitTensor:
-    """`values` in `scheme`, on their device, with `scales` and `joint` as `AffineTensor.quantized` takes them. Raises
-    FormatError, with `name`, for values that cannot be quantized."""
+def quantized(name: str, values: Tensor, scheme: Scheme, scales: str | None) -> LowbitTensor:
+    """`values` in `scheme`, on their device, with `scales` as `AffineTensor.quantized` takes them. Raises FormatError,
+    with `name`, for values that cannot be quantized."""
     try:
-        return AffineTensor.quantized(values, scheme, scales, joint=joint)
+        return AffineTensor.quantized(values, scheme, scales)
     except ValueError as error:
         raise FormatError(f"{name}: {error}") from error

@@ -186,8 +186,7 @@ def test_inspect_shows_tensors_without_elements(home: Path, capfd: Capture) -> N
 
 
 def test_estimate_reports_every_choice(home: Path, capfd: Capture) -> None:
-    pytest.importorskip("transformers")
-    report = reported("estimate", "model/config.json", "--batch", "2", capfd=capfd)
+    report = reported("estimate", "model", "--batch", "2", capfd=capfd)
     assert report["parameters"] == sum(t.numel() for t in weights().values())
     assert {"bf16, torch AdamW", "int8 weights, AdamW8bit", "inference int4"} <= {
         *report["choices"]

@@ -46,14 +46,6 @@ def test_shapes_of_the_shards(counted) -> None:  # type: ignore[no-untyped-def]
     assert len([*counted.matrices()]) == MATRICES
 
 
-def test_shapes_of_the_config_alone(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    from lowbit.cli import shapes
-
-    found = shapes.read(make_model(tmp_path / "model") / "config.json")
-    assert found.weights == SHAPES and found.source == "transformers"
-
-
 def test_shapes_of_a_gguf_file(tmp_path: Path) -> None:
     pytest.importorskip("gguf")
     pytest.importorskip("transformers")
@@ -133,21 +125,6 @@ def test_the_smallest_gpu() -> None:
     assert smallest(GPUS[0].gib * GIB - CONTEXT) is GPUS[0]
     assert smallest(GPUS[0].gib * GIB - CONTEXT + 1) is GPUS[1]
     assert smallest(1000 * GIB) is None
-
-
-def test_experts_count_once_each_and_activations_by_those_visited(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    import json
-
-    from lowbit.cli import shapes
-
-    config = {**CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(config))
-    found = shapes.read(path)
-    experts = [shape for name, shape in found.weights.items() if "experts" in name]
-    assert sum(map(math.prod, experts)) == 2 * 8 * 3 * 256 * found.sizes.hidden
-    assert found.sizes.inner == 2 * 256
 
 
 def test_an_unknown_model_names_the_way_out(

@@ -22,6 +22,7 @@ from lowbit import (
     Int8WeightOnly,
     IntxWeightOnly,
     LowbitTensor,
+    NVFP4WeightOnly,
     PerBlock,
     formats,
     progress,
@@ -299,6 +300,16 @@ def test_infinite_weights_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match=r"up_proj.weight: .*1 NaN or infinite"):
         lowbit.export(folder, tmp_path / "out", scheme=Int4WeightOnly(64))
     assert [p.name for p in tmp_path.iterdir()] == ["plain"]
+
+
+@pytest.mark.parametrize("scales", ["minmax", "searched"])
+def test_the_sibling_that_is_infinite_is_named(scales: str, tmp_path: Path) -> None:
+    """The others, which share a scale with it, are read before it."""
+    model = nn.ModuleDict({n: nn.Linear(32, 16, bias=False) for n in ("gate_proj", "up_proj")})
+    model["up_proj"].weight.data[0, 0] = torch.inf
+    folder = plain_folder(tmp_path / "plain", model)
+    with pytest.raises(FormatError, match=r"up_proj.weight: up_proj.weight has 1 NaN or infinite"):
+        lowbit.export(folder, tmp_path / "out", scheme=NVFP4WeightOnly(), scales=scales)
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------

@@ -407,6 +407,18 @@ def test_estimate_takes_a_model_of_text_and_images(tmp_path: Path) -> None:
     assert found.sizes == shapes.DecoderSizes(2, 64, 8 * 256, 4 * 256, 96, 262208)
 
 
+def test_estimate_counts_experts_once_each_and_activations_by_those_visited(tmp_path: Path) -> None:
+    from lowbit.cli import shapes
+
+    config = {**CONFIG, "model_type": "mixtral", "num_local_experts": 8, "num_experts_per_tok": 2}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config))
+    found = shapes.read(path)
+    experts = [shape for name, shape in found.weights.items() if "experts" in name]
+    assert sum(map(math.prod, experts)) == 2 * 8 * 3 * 256 * found.sizes.hidden
+    assert found.sizes.inner == 2 * 256
+
+
 def test_estimate_says_why_transformers_refuses_a_model(tmp_path: Path) -> None:
     from lowbit.cli import shapes
 

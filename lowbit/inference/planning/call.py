@@ -81,8 +81,9 @@ def autoquant(
             (`lowbit.inference.planning.clock`).
         held_out: batches that measure the whole plan; None: `batches`.
         scales: that of `lowbit.quantize_`, with which the damage is measured.
-        loss: the measure of damage, "kl", in nats a row of logits, "error", or a
-            function. None: that of the output.
+        loss: the measure of damage. "kl": the divergence of the logits, in nats a row. "error": ‖y − ŷ‖² / ‖y‖² of the
+            output y. A function: the scalar that `loss(model, batch)` gives. None: the output's `loss` where it has
+            one, else "kl" of its `logits`, else "error".
         estimate: True estimates the damage of units by gradients, in one forward and backward pass a batch for all of
             them together, for large models (`lowbit.inference.planning.fisher`).
 

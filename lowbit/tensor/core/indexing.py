@@ -187,8 +187,9 @@ def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | 
 
 def as_view(whole: Any, view: Any) -> Any:
     """`view`, a view of `whole`, which then knows what it shares with other parts of `whole`."""
-    own, shares = whole.inner_tensors(), {**whole.shares}
+    shares = {**whole.shares}
     if 0 < view.numel() < whole.numel():
+        own = whole.inner_tensors()
         shared = [n for n, t in view.inner_tensors().items() if t.numel() == own[n].numel()]
         shares = {**dict.fromkeys(shared, whole), **shares}
     if shares:

@@ -169,7 +169,7 @@ class BitNetTensor(MasterWeightTensor, codec=PackedTernary):
         if not self.is_whole:
             raise self._unsupported(
                 f"products: it is a part of a weight {self.matrix}, whose scale is the mean magnitude of the whole "
-                "(call lowbit.train.precompute_bitnet_scale(model) after sharding and after every optimizer step); or"
+                "(call lowbit.train.precompute_bitnet_scale(model) after sharding and after every optimizer step)"
             )
         return scale_of(magnitude(self.weight.detach()), self.weight.shape[-2:].numel())
 
