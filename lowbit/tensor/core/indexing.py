@@ -186,7 +186,10 @@ def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | 
 
 
 def as_view(whole: Any, view: Any) -> Any:
-    """`view`, a view of `whole`, which then knows what it shares with other parts of `whole`."""
+    """`view`, a view of `whole`, which then knows what it shares with other parts of `whole`. Values stay as they are: a
+    filter of a convolution is one."""
+    if type(view) is Tensor:
+        return view
     shares = {**whole.shares}
     if 0 < view.numel() < whole.numel():
         own = whole.inner_tensors()
