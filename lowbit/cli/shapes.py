@@ -97,7 +97,9 @@ def read(path: Path) -> ModelShapes:
     weights, why = ({}, why) if made is None else _built_by_transformers(made)
     if why:
         kind = config.get("model_type")
-        raise FormatError(f"{file}: no shapes of a {kind!r}: {why}; or give a folder with its plain weights")
+        raise FormatError(
+            f"{file}: no shapes of a {kind!r}: {why}; or give a folder with its plain weights"
+        )
     return ModelShapes(weights, sizes, "transformers")
 
 

@@ -257,8 +257,8 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if self.columns is not None:
             if self.columns.group is None:
                 raise self._unsupported(
-                    "taking other values, as the scale of a row depends on columns that this part lacks (where they are "
-                    "on other ranks: call lowbit.train.locate_(model) after sharding)"
+                    "taking other values, as the scale of a row depends on columns that this part lacks (where they "
+                    "are on other ranks: call lowbit.train.locate_(model) after sharding)"
                 )
             start = self.columns.start
             largest = _largest(rows, self.columns.group)
