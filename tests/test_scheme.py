@@ -315,6 +315,8 @@ def test_a_value_that_becomes_infinite_is_named():
     assert low.dequantize().isfinite().all()
     lb.quantize_(model.bfloat16(), lb.MXFP4WeightOnly())
     assert model[0].weight.dequantize()[3, 5] == 65536
+    with pytest.raises(ValueError, match=r"of torch.bfloat16. Accepted: smaller values"):
+        lb.AffineTensor.from_float(weight.bfloat16().fill_(3.1e38), lb.MXFP4WeightOnly())
 
 
 def test_given_scales_have_the_scale_dtype() -> None:
