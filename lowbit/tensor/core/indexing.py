@@ -186,8 +186,8 @@ def _cuts(tensor: Tensor, index: tuple[Any, ...]) -> list[tuple[slice, bool]] | 
 
 
 def as_view(whole: Any, view: Any) -> Any:
-    """`view`, a view of `whole`, which then knows what it shares with other parts of `whole`. Values stay as they are: a
-    filter of a convolution is one."""
+    """`view`, a view of `whole`, which then knows what it shares with other parts of `whole`. A plain tensor, such
+    as the values of a convolution's filter, shares nothing."""
     if type(view) is Tensor:
         return view
     shares = {**whole.shares}
