@@ -256,10 +256,13 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             check_weight(weight)
         made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
         parts = made.split([w.shape[-2] for w in weights], -2)
-        return [
+        found = [
             part.clone()._with(dtype=w.dtype, activation=scheme.activation)
             for part, (w, scheme) in zip(parts, pairs, strict=True)
         ]
+        for part, weight in zip(found, weights, strict=True):  # torch.cat may have made them float32
+            check_finite(part, weight)
+        return found
 
     @classmethod
     def quantized(
