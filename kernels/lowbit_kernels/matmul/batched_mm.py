@@ -4,7 +4,7 @@
 
     a         float16 or bfloat16 [count, m, k]
     b         [count, k, n], dtype of a
-    addend    [count, m, n], contiguous, dtype of a; None: no sum, and alpha must be 1
+    addend    [count, m, n], contiguous, dtype of a; None: alpha, beta and gamma must be 1, 0 and 0
     out       [count, m, n] in `out_dtype`, contiguous
 
 Each operand is contiguous, or the transposed view (``.mT``) of a contiguous tensor; any other is copied first. Products
