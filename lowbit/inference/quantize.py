@@ -66,7 +66,7 @@ def quantize_(
         scales: how the scale (and zero point) of each block is chosen. "minmax": from its smallest and largest value.
             "searched": with the smallest squared error, by `lowbit.numerics.search`, and then larger, as weights that
             are rounded by these are too small (`lowbit.numerics.gain`). Those of FP4 suit the inputs that a trained
-            weight reads (`lowbit.numerics.unseen_inputs`). On a CPU the search takes 20 to 46 times as long. The
+            weight reads (`lowbit.numerics.unseen_inputs`). On a CPU the search takes 20 to 42 times as long. The
             model is stored and runs the same. None: "searched" for integers of 1 and 2 bits, "minmax" for all else.
         device: where the model is moved, one weight after the other, each quantized there before the next one moves.
             So a GPU quantizes a model that does not fit there in high precision. None: weights stay where they are.
