@@ -105,7 +105,7 @@ def test_blocks_take_the_scale_with_the_least_error(scheme: lb.Scheme) -> None:
         e = (rounded_by(spec, w, scale) - w).double()
         errors.append(((e @ h) * e).sum(-1))
     assert (errors[1] <= errors[0] * (1 + 1e-6)).all() and errors[1].sum() < errors[0].sum()
-    assert (found == wanted).double().mean() > 0.98  # others differ by the rounding of float32 alone
+    assert (found == wanted).double().mean() > 0.98  # others: ties in float32
     assert (errors[1].sum() - errors[2].sum()).abs() < 2e-3 * errors[2].sum()
     spec.check_qparams(w.shape, found, None, joint)
 

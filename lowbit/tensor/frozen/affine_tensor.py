@@ -260,7 +260,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             part.clone()._with(dtype=w.dtype, activation=scheme.activation)
             for part, (w, scheme) in zip(parts, pairs, strict=True)
         ]
-        for part, weight in zip(found, weights, strict=True):  # torch.cat may have made them float32
+        for part, weight in zip(found, weights, strict=True):  # torch.cat may widen
             check_finite(part, weight)
         return found
 
