@@ -254,7 +254,10 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in pairs]
         for weight in weights:
             check_weight(weight)
-        made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
+        try:
+            made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
+        except ValueError as error:
+            raise ValueError(f"with the siblings that share its scales: {error}") from error
         parts = made.split([w.shape[-2] for w in weights], -2)
         return [
             part.clone()._with(dtype=w.dtype, activation=scheme.activation)
