@@ -323,7 +323,7 @@ def test_siblings_of_a_value_that_becomes_infinite_are_named() -> None:
     model = nn.ModuleDict({"gate_proj": gate, "up_proj": up})
     with torch.no_grad():
         up.weight[3, 5] = 65504
-    with pytest.raises(ValueError, match="gate_proj.*with the siblings that share its scales"):
+    with pytest.raises(ValueError, match=r"gate_proj.*with the siblings that share its scales"):
         lb.quantize_(model, lb.NVFP4WeightOnly(), scales="searched")
 
 

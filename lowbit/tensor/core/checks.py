@@ -61,7 +61,9 @@ def check_finite(rounded: LowbitTensor, values: Tensor) -> None:
     if nears_end(values, rounded.dtype) and (bad := count_nonfinite(rounded.dequantize())):
         limit, largest = torch.finfo(rounded.dtype).max, float(values.detach().abs().max())
         is_narrow = rounded.dtype is torch.float16
-        way = "torch.bfloat16 and torch.float32, which reach 3e38" if is_narrow else "smaller values"
+        way = (
+            "torch.bfloat16 and torch.float32, which reach 3e38" if is_narrow else "smaller values"
+        )
         raise ValueError(
             f"{bad} values of {values.numel()} round to infinity: the largest is {largest:g}, and the codes nearest to "
             f"them are beyond {limit:g}, the largest number of {rounded.dtype}. Accepted: {way}, or leave the weight "

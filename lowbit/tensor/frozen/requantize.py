@@ -24,8 +24,8 @@ def requantize(weight: Any, values: Tensor) -> None:
 
 
 def check_room(weight: Any, values: Tensor, change: Callable[[Any, Tensor], None]) -> None:
-    """Raise ValueError where `change`, which is `requantize` or `write`, would make `weight` infinite or NaN. The weight
-    stays unchanged. `values` may be of a wider dtype, as sums with adapters are."""
+    """Raise ValueError where `change`, which is `requantize` or `write`, would make `weight` infinite or NaN. The
+    weight stays unchanged. `values` may be of a wider dtype, as sums with adapters are."""
     if nears_end(values, weight.dtype):
         trial = weight.clone()
         change(trial, values)
