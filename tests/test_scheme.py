@@ -319,6 +319,16 @@ def test_a_value_that_becomes_infinite_is_named():
         lb.AffineTensor.from_float(weight.bfloat16().fill_(3.1e38), lb.MXFP4WeightOnly())
 
 
+def test_siblings_of_a_value_that_becomes_infinite_are_named() -> None:
+    """The error has the name of the first of them, whichever holds the value."""
+    up, gate = (nn.Linear(64, 32, bias=False, dtype=torch.float16) for _ in range(2))
+    model = nn.ModuleDict({"gate_proj": gate, "up_proj": up})
+    with torch.no_grad():
+        up.weight[3, 5] = 65504
+    with pytest.raises(ValueError, match=r"gate_proj.*with the siblings that share its scales"):
+        lb.quantize_(model, lb.NVFP4WeightOnly(), scales="searched")
+
+
 def test_given_scales_have_the_scale_dtype() -> None:
     """With scales of another dtype the weight could take no new values."""
     plain = torch.randn(4, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -55,9 +56,19 @@ class QATRun:
         self.schedule.load_state_dict({"steps": steps})
 
     def finish(self, model: nn.Module) -> None:
-        """Convert the model, if the run does so. A training that ended before `freeze_observers` sets scales first."""
+        """Convert the model, if the run does so. A training that ended before `freeze_observers` sets scales first.
+
+        Warns if it ended by `start`, so that no step had fake quantization.
+        """
+        assert self.schedule is not None
+        steps = self.schedule.state_dict()["steps"]
+        if 0 < steps <= self._start:
+            warnings.warn(
+                f"the training ended after {steps} steps, and fake quantization begins after start={self._start}: no "
+                "step trained rounded weights; give a smaller start, or train longer",
+                stacklevel=2,
+            )
         if self.convert:
-            assert self.schedule is not None
             self.schedule.finish_observers()
             self.report = convert_(model)
             self.schedule = None

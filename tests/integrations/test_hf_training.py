@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,15 @@ def test_the_callback_prepares_trains_and_converts(tmp_path: Path) -> None:
     lb.export(model, tmp_path / "int4", format="lowbit")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "int4")
     assert torch.equal(logits(again), logits(found.model.eval()))
+
+
+def test_a_training_that_ends_by_start_warns(tmp_path: Path) -> None:
+    args = arguments(tmp_path, max_steps=2)
+    with pytest.warns(UserWarning, match=r"ended after 2 steps.*start=2: no step trained rounded"):
+        trained(llama(), args, callbacks=[QATCallback(INT4, is_inner_linear, start=2)])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*no step trained rounded")
+        trained(llama(), args, callbacks=[QATCallback(INT4, is_inner_linear, start=1)])
 
 
 SCHEDULES: dict[str, tuple[Any, dict[str, Any]]] = {

@@ -237,3 +237,40 @@ def test_siblings_make_room_for_a_large_adapter(kind: str, keep_base: bool) -> N
         report.unmerge_()
         for weight, was in zip(weights, before, strict=True):
             assert torch.equal(weight, was)
+
+
+def scaled(dtype: torch.dtype, scheme: str, factor: float) -> Any:
+    """Adapters whose change of the base is this large, in a model of `dtype`."""
+    model = llama().to(dtype)
+    lb.quantize_(model, SCHEMES[scheme], is_inner_linear)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            if "lora_B" in name:
+                p.normal_(std=factor)
+    return model
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8", "nvfp4"])
+@pytest.mark.parametrize("keep_base", [True, False])
+def test_a_sum_beyond_the_dtype_is_refused_and_changes_nothing(
+    scheme: str, keep_base: bool
+) -> None:
+    model = scaled(torch.float16, scheme, 1e7)
+    before = {n: values(m.base_layer.weight).clone() for n, m in layers(model).items()}
+    with pytest.raises(ValueError, match=r"q_proj and its adapters: \d+ values .* torch.float16"):
+        lowbit.peft.merge_(model, keep_base=keep_base)
+    for name, m in layers(model).items():
+        assert torch.equal(values(m.base_layer.weight), before[name])
+        assert not m.merged
+
+
+@pytest.mark.parametrize("scheme", ["int4", "int8", "nvfp4"])
+def test_a_sum_whose_squares_are_infinite_is_merged(scheme: str) -> None:
+    model = scaled(torch.float32, scheme, 1e21)
+    for layer in lowbit.peft.merge_(model).layers:
+        held = model.get_submodule(layer.name)
+        change = held.lora_B["default"].weight.double() @ held.lora_A["default"].weight.double()
+        expected = held.scaling["default"] * change
+        assert relative_error(values(held.base_layer.weight), expected) < 0.2

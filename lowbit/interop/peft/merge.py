@@ -40,7 +40,7 @@ from lowbit.linear.frozen.kinds import representation_of
 from lowbit.progress import progress
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.requantize import requantize, widen, write
+from lowbit.tensor.frozen.requantize import check_room, requantize, widen, write
 from lowbit.tensor.trained.trainable import TrainableTensor
 
 CLIPPED = 1.01
@@ -65,13 +65,14 @@ def merge_(
         steps: those of `lowbit.calibrate` that leave the model in high precision as it is. They start from the scales
             of the sums rounded to nearest. None: [LearnedRounding(steps=100, batch_size=16,
             over="model", reach=2.0, scale_rate=0, vector_rate=0)], which changes codes alone.
-        keep_base: keep a copy of each low-bit weight in the report, for `unmerge_`. Without copies, a merge that PEFT
-            refuses in one layer leaves the layers before it merged, unless there are batches.
+        keep_base: keep a copy of each low-bit weight in the report, for `unmerge_`. Without copies, a merge that is
+            refused in one layer leaves the layers before it merged, unless there are batches.
 
     Raises:
         TypeError: `model` is not a module; batches or steps of another kind; steps without batches.
-        ValueError: no layer of PEFT; adapters that are merged already; NaN or infinite adapters; no batches, or empty
-            ones; steps that change the model in high precision, such as AWQ. The model is then as it was.
+        ValueError: no layer of PEFT; adapters that are merged already; NaN or infinite adapters; sums that round to
+            infinity in the dtype of the weight; no batches, or empty ones; steps that change the model in high
+            precision, such as AWQ. The model is then as it was.
         NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them from
             `Int8Weight`; with batches, weights that no step rounds: of convolutions, act-order, rotated, tied or
             sharded ones. The model then stays unchanged.
@@ -100,16 +101,15 @@ def merge_(
     try:
         with progress("merging adapters", len(layers), unit="layers") as advance:
             for name, layer in layers.items():
-                siblings = _Siblings(
-                    families.get(family_of(name) or "", []), done if keeps else None
-                )
-                if keeps:
-                    done.append(Kept.of_layer(layer))
-                before = done[-1] if keeps else None
+                siblings = _Siblings(families.get(family_of(name) or "", []), done)
+                before = Kept.of_layer(layer)
+                done.append(before)
                 found = _merge(name, layer, names, report, siblings)
                 if found is not None and learn is not None:
                     found.before = before
                     sums.append(found)
+                if not keeps:
+                    done.clear()
                 advance(1)
         if learn is not None and sums:
             learn.run(sums, report)
@@ -148,8 +148,11 @@ def _merge(
     changes = not torch.equal(merged, before)  # else -0 + 0 would give other codes in FP4
     if changes:
         with torch.no_grad():
-            siblings.make_room(weight, merged)
-            _round(own, weight, merged)
+            try:
+                siblings.make_room(weight, merged)
+                _round(own, weight, merged)
+            except ValueError as error:
+                raise ValueError(f"{own} and its adapters: {error}") from error
     report.layers.append(measured(own, weight, merged, before))
     return Sum(layer, weight, merged, len(report.layers) - 1) if changes else None
 
@@ -170,11 +173,11 @@ class _Siblings:
 
     Attributes:
         weights: one that is merged among them.
-        kept: gets them as they are before they change; None: nothing does.
+        kept: gets them as they are before they change.
     """
 
     weights: list[nn.Parameter]
-    kept: list[Kept] | None
+    kept: list[Kept]
 
     def make_room(self, weight: Any, values: Tensor) -> None:
         """Widen what `weight` shares with the others if that is too small for `values`, and would clip them."""
@@ -186,8 +189,7 @@ class _Siblings:
         if not bool((ratio > CLIPPED).any()):
             return
         joined = [w for w in self.weights if torch.equal(_joint_of(w), own)]
-        if self.kept is not None:
-            self.kept.append(Kept(joined))
+        self.kept.append(Kept(joined))
         factor = torch.exp2(ratio.float().clamp(min=1).log2().ceil())
         for each in joined:
             widen(each, factor)
@@ -209,7 +211,9 @@ def _round(name: str, weight: AffineTensor, values: Tensor) -> None:
         return
     turned = weight.transposed
     stored, own = (weight._transposed(), values.mT) if turned else (weight, values)
-    (write if weight.spec.scales is None else requantize)(stored, own)
+    change = write if weight.spec.scales is None else requantize
+    check_room(stored, own, change)
+    change(stored, own)
 
 
 def _check_base(name: str, layer: Any, learns: bool) -> None:

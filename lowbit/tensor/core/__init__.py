@@ -24,6 +24,7 @@ from lowbit.tensor.core.base_ops import to_copy as to_copy
 from lowbit.tensor.core.checks import check_finite as check_finite
 from lowbit.tensor.core.checks import check_not_flat as check_not_flat
 from lowbit.tensor.core.checks import check_weight as check_weight
+from lowbit.tensor.core.checks import nears_end as nears_end
 from lowbit.tensor.core.contracted import MATMULS as MATMULS
 from lowbit.tensor.core.contracted import NoProduct as NoProduct
 from lowbit.tensor.core.contracted import NoView as NoView

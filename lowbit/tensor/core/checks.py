@@ -47,15 +47,19 @@ def check_weight(weight: Tensor, name: str = "weight") -> None:
         )
 
 
+def nears_end(values: Tensor, dtype: torch.dtype) -> bool:
+    """True if the magnitude of an element of `values` is at least half of the largest number of `dtype`."""
+    if values.is_meta or not values.numel() or torch.compiler.is_compiling():
+        return False
+    ends = [end.abs() for chunk in row_chunks(values.detach()) for end in chunk.aminmax()]
+    return float(torch.stack(ends).max()) >= torch.finfo(dtype).max / 2
+
+
 def check_finite(rounded: LowbitTensor, values: Tensor) -> None:
     """Raise ValueError where `rounded`, which holds finite `values`, is infinite: near the end of a dtype the nearest
     code may lie beyond it. In MXFP4, 6e4 is 65536, which float16 does not hold."""
-    if values.is_meta or not values.numel() or torch.compiler.is_compiling():
-        return
-    limit = torch.finfo(rounded.dtype).max
-    ends = [end.abs() for chunk in row_chunks(values.detach()) for end in chunk.aminmax()]
-    largest = float(torch.stack(ends).max())
-    if largest >= limit / 2 and (bad := count_nonfinite(rounded.dequantize())):
+    if nears_end(values, rounded.dtype) and (bad := count_nonfinite(rounded.dequantize())):
+        limit, largest = torch.finfo(rounded.dtype).max, float(values.detach().abs().max())
         is_narrow = rounded.dtype is torch.float16
         way = (
             "torch.bfloat16 and torch.float32, which reach 3e38" if is_narrow else "smaller values"

@@ -48,7 +48,7 @@ from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient
 from lowbit.tensor.frozen.op_arguments import ReadByOps
 from lowbit.tensor.frozen.products import multiplied, rounded_for_experts
-from lowbit.tensor.frozen.requantize import holds, requantize, rescale
+from lowbit.tensor.frozen.requantize import check_room, holds, requantize, rescale
 from lowbit.tracing.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
@@ -254,7 +254,10 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in pairs]
         for weight in weights:
             check_weight(weight)
-        made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
+        try:
+            made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
+        except ValueError as error:
+            raise ValueError(f"with the siblings that share its scales: {error}") from error
         parts = made.split([w.shape[-2] for w in weights], -2)
         found = [
             part.clone()._with(dtype=w.dtype, activation=scheme.activation)
@@ -473,8 +476,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
         Multiples of what the blocks hold multiply their scales, which loses nothing.
 
-        Warns where it rounds. Raises ValueError for values that are not finite or of another shape. The weight then
-        stays unchanged.
+        Warns where it rounds. Raises ValueError for values of another shape, and for those that are not finite or round
+        to infinity. The weight then stays unchanged.
         """
         if values.shape != self.shape:
             raise ValueError(f"values of shape {tuple(values.shape)} for {self!r}")
@@ -485,6 +488,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if rescale(weight, stored):
             return
         check_weight(values, f"the new value of {type(self).__name__} {tuple(self.shape)}")
+        check_room(weight, stored, requantize)
         warnings.warn(
             f"{type(self).__name__} of {self.spec.format} takes new values, rounded to its own codes: changes below "
             "half the distance of two of them are lost. lowbit.peft.merge_(model, batches=…) learns the rounding, for "
@@ -521,7 +525,10 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             facts["device"] = values.device, self.device
         for what, (got, own) in facts.items():
             if got != own:
-                raise ValueError(f"assigning .data of {what} {got} to {self!r}, which has {own}")
+                raise ValueError(
+                    f"assigning .data of {what} {got} to {self!r}, which has {own}; change the plain model (resize "
+                    "embeddings, cast) before lowbit.quantize_, or call lowbit.dequantize_(module) first"
+                )
         if not isinstance(values, LowbitTensor):
             source: Any = self.clone()
             source.requantize_(values)

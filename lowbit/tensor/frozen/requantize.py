@@ -3,7 +3,7 @@ block keeps its scale where that is nearer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.row_chunks import row_chunks
+from lowbit.tensor.core import check_finite, nears_end
 
 
 def requantize(weight: Any, values: Tensor) -> None:
@@ -20,6 +21,15 @@ def requantize(weight: Any, values: Tensor) -> None:
     else:
         for part, own in _row_chunks(weight, values):
             _requantize(part, own)
+
+
+def check_room(weight: Any, values: Tensor, change: Callable[[Any, Tensor], None]) -> None:
+    """Raise ValueError where `change`, which is `requantize` or `write`, would make `weight` infinite or NaN. The
+    weight stays unchanged. `values` may be of a wider dtype, as sums with adapters are."""
+    if nears_end(values, weight.dtype):
+        trial = weight.clone()
+        change(trial, values)
+        check_finite(trial, values)
 
 
 def write(weight: Any, values: Tensor, qparams: tuple[Tensor, Tensor | None] | None = None) -> None:
@@ -166,7 +176,8 @@ def _requantize(weight: Any, values: Tensor) -> None:
     parts, qparams = weight._new_scales(x)
     new, _, _ = spec.quantize(x, qparams=qparams)
     own_error = _squared_error(weight, values, kept, *own)
-    keeps = own_error <= _squared_error(weight, values, new, *qparams)
+    # squares of values beyond 1e19 are infinite by both scales, of which the new ones fit
+    keeps = own_error.isfinite() & (own_error <= _squared_error(weight, values, new, *qparams))
     keeps_element = _for_elements(spec, keeps, x)
     weight.codes.copy_(weight._store(_where(keeps_element, kept, new), spec))
     for name, t in parts.items():
