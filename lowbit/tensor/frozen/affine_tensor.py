@@ -225,33 +225,28 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             return cls.from_float(weight, scheme, qparams, input_qparams, joint)
         spec.check_qparams(weight.shape, *qparams, joint)
         values, qparams, joint = of_full_gain(spec, plain, qparams, importance, joint)
-        made = cls.from_float(values, scheme, qparams, input_qparams, joint)
-        made = made._with(dtype=weight.dtype)
+        made = cls.from_float(values, scheme, qparams, input_qparams, joint)._with(
+            dtype=weight.dtype
+        )
         check_finite(made, weight)
         return made
 
     @classmethod
     def of_siblings(
-        cls,
-        weights: Sequence[Tensor],
-        schemes: Sequence[Scheme],
-        scales: str | None,
-        joint: Tensor,
+        cls, weights: Sequence[Tensor], schemes: Sequence[Scheme], scales: str | None, joint: Tensor
     ) -> list[AffineTensor]:
-        """`quantized` of siblings. They multiply the same inputs, so a search that suits these takes them from all of
-        the weights.
+        """`quantized` of siblings, with its errors. They multiply the same inputs, so a search that suits these takes
+        them from all of the weights.
 
         Args:
             weights: [..., N, K] that differ in N alone, on one device.
             schemes: one a weight, of one `Spec`, without static activations.
             scales: as for `quantized`.
             joint: what `Spec.joint_part` gives for all of them.
-
-        Raises ValueError as `quantized` does.
         """
-        spec, pairs = schemes[0].weight, zip(weights, schemes, strict=True)
+        spec, both = schemes[0].weight, [*zip(weights, schemes, strict=True)]
         if scales != "searched" or spec.scales is None:
-            return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in pairs]
+            return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in both]
         for weight in weights:
             check_weight(weight)
         try:
@@ -259,12 +254,10 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         except ValueError as error:
             raise ValueError(f"with the siblings that share its scales: {error}") from error
         parts = made.split([w.shape[-2] for w in weights], -2)
-        found = [
-            part.clone()._with(dtype=w.dtype, activation=scheme.activation)
-            for part, (w, scheme) in zip(parts, pairs, strict=True)
-        ]
-        for part, weight in zip(found, weights, strict=True):  # torch.cat may widen
-            check_finite(part, weight)
+        found = []
+        for part, (weight, scheme) in zip(parts, both, strict=True):
+            found.append(part.clone()._with(dtype=weight.dtype, activation=scheme.activation))
+            check_finite(found[-1], weight)  # again, since torch.cat may widen
         return found
 
     @classmethod
@@ -436,9 +429,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
                 f"{bad} NaN or infinite values of {values.numel()} cannot be written into {self!r}: repair or reload "
                 "them first"
             )
-        found = type(self)._encode_as(stored, self.spec, self.scale.dtype)
+        found = {**self._encode_as(stored, self.spec, self.scale.dtype), **self._of_input()}
         check_reach(self.spec, found)
-        found.update(self._of_input())
         check_finite(self._with(found), values)
         return found
 
