@@ -151,8 +151,8 @@ Methods = Annotated[
     typer.Option(
         metavar="NAME,…",
         help="Steps of a calibration in their order, also with options: gptq, awq, smoothquant, search, "
-        "learned-rounding, rotate, prune24; none rounds to nearest. Default with --data: gptq; none for static "
-        "activations.",
+        "learned-rounding, rotate, prune24, prune-experts; none rounds to nearest. Default with --data: gptq; none "
+        "for static activations.",
     ),
 ]
 CalibrationData = Annotated[
