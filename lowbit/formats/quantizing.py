@@ -28,7 +28,7 @@ from lowbit.convert import (
     underflow,
     unused,
 )
-from lowbit.convert.siblings import families
+from lowbit.convert.siblings import families, of_any_expert
 from lowbit.formats.base import Format, FormatError, layer_of, weight_of
 from lowbit.formats.experts import is_transposed_stack
 from lowbit.formats.folder import Folder
@@ -41,6 +41,7 @@ from lowbit.formats.layer_names import (
 from lowbit.formats.sources import Item
 from lowbit.formats.tied import is_tied
 from lowbit.numerics.snr import snr
+from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.checks import check_weight
@@ -112,7 +113,9 @@ class Quantizing:
                 f"{folder.path}: {of_unused(idle, some)}; a tied head is stored as its embedding"
             )
         specs = {n: c.scheme.weight for n, c in self._plan.items() if c.scheme is not None}
-        joined = {n: ([n], alike(spec, shapes[n])) for n, spec in specs.items() if spec.joins}
+        joined = {
+            n: ([n], alike(spec, shapes[n])) for n, spec in specs.items() if self._joins(n, spec)
+        }
         self._siblings = {name: family for family in families(joined) for name in family}
         self._made: dict[str, LowbitTensor] = {}
         if not any(choice.scheme for choice in self._plan.values()):
@@ -136,6 +139,12 @@ class Quantizing:
             note = f"{scheme.describe(weight.shape)}{choice.note}" + (f"; {lost}" if lost else "")
             yield Item(item.name, weight, item.holder, note, ratio)
 
+    def _joins(self, name: str, spec: Spec) -> bool:
+        """True for a weight that is made together with its siblings: they share scales, or a search takes their inputs
+        from all of them, as it does from the stack that models have of an expert's first two weights."""
+        is_expert = of_any_expert(name) != name
+        return spec.joins or (self._scales == "searched" and spec.scales is not None and is_expert)
+
     def _quantized(self, name: str, own: Tensor, scheme: Scheme) -> LowbitTensor:
         """The weight in its scheme. Siblings are made with the first of them, and wait for their turn."""
         family = self._siblings.get(name)
@@ -151,7 +160,12 @@ class Quantizing:
             try:
                 for sibling, row in zip(family, rows, strict=True):
                     check_weight(row, sibling)
-                joint = joint_part(scheme.weight, values, self._scales == "searched")
+                shares = scheme.weight.joins
+                joint = (
+                    joint_part(scheme.weight, values, self._scales == "searched")
+                    if shares
+                    else None
+                )
                 made = AffineTensor.of_siblings(rows, schemes, self._scales, joint)
             except ValueError as error:
                 raise FormatError(f"{', '.join(family)}: {error}") from error

@@ -151,6 +151,28 @@ def test_experts(way, tmp_path: Path) -> None:
     assert len({v for name, v in scales.items() if ".w1." in name}) == 2
 
 
+@pytest.mark.filterwarnings("ignore:transformers 5.23 leaves out the global scales")
+@pytest.mark.parametrize("scheme", [NVFP4, lowbit.MXFP4WeightOnly()], ids=["nvfp4", "mxfp4"])
+def test_searched_experts(scheme, tmp_path: Path) -> None:
+    """The same bits from the stacks of memory, from the experts of a folder, and from transformers."""
+    from lowbit.hf import LowbitConfig
+
+    model, plain = mixtral(), tmp_path / "plain"
+    model.save_pretrained(plain)
+    lowbit.export(plain, tmp_path / "folder", scheme=scheme, scales="searched")
+    config = LowbitConfig(scheme, scales="searched")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(plain, quantization_config=config)
+    lowbit.quantize_(model, {"lm_head": None, "*": scheme}, scales="searched")
+    folder = lowbit.load_pretrained(tmp_path / "folder").state_dict()
+    memory, theirs = model.state_dict(), loaded.state_dict()
+    names = [n for n, t in memory.items() if ".experts." in n or "_proj" in n]
+    assert len(names) > 5
+    for name in names:
+        values = memory[name].dequantize()
+        assert torch.equal(folder[name].dequantize(), values), name
+        assert torch.equal(theirs[name].dequantize(), values), name
+
+
 def alone(scheme: Any) -> Any:
     """Quantized layer by layer, as earlier releases did."""
     model = uneven()

@@ -233,7 +233,11 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
     @classmethod
     def of_siblings(
-        cls, weights: Sequence[Tensor], schemes: Sequence[Scheme], scales: str | None, joint: Tensor
+        cls,
+        weights: Sequence[Tensor],
+        schemes: Sequence[Scheme],
+        scales: str | None,
+        joint: Tensor | None,
     ) -> list[AffineTensor]:
         """`quantized` of siblings, with its errors. They multiply the same inputs, so a search that suits these takes
         them from all of the weights.
@@ -241,14 +245,11 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         Args:
             weights: [..., N, K] that differ in N alone, on one device.
             schemes: one a weight, of one `Spec`, without static activations.
-            scales: as for `quantized`.
-            joint: what `Spec.joint_part` gives for all of them.
+            scales, joint: as for `quantized`; `joint` of all weights.
         """
         spec, both = schemes[0].weight, [*zip(weights, schemes, strict=True)]
         if scales != "searched" or spec.scales is None:
             return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in both]
-        for weight in weights:
-            check_weight(weight)
         try:
             made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
         except ValueError as error:
