@@ -22,6 +22,7 @@ _OPTIONS = {
     "give a tokenizer.json with merges beside the model, or tokenizer=": (
         "put a tokenizer.json with merges beside the model"
     ),
+    "needs batches, calibrate(model, scheme, batches, steps=…)": "needs --data TEXT or --data sampled",
     "overwrite=True": "--overwrite",
     "max_shard_size is": "--max-shard-size is",
     "lossy=True": "--lossy",

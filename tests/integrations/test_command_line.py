@@ -306,7 +306,7 @@ REFUSED = {
     "quantize model --data text.txt --layers model.embed_tokens=int8 --out out": "of an embedding",
     "quantize model --data text.txt --method rotate --out out": "Rotate(online=False)",
     "quantize model --limit 20 --out out": "--limit is for batches of a text: give --data TEXT",
-    "quantize model --method awq --out out": "AWQ: needs batches",
+    "quantize model --method awq --out out": "AWQ: needs --data TEXT or --data sampled",
     "quantize model --method gptq --scales searched --out out": "--method search",
     "quantize model --data text.txt --scales searched --out out": "--method search",
     "quantize model --data text.txt --method gptq,obq --out out": "no method 'obq'; accepted: awq",
