@@ -11,7 +11,7 @@ set -euo pipefail
 dir=$(mktemp -d)
 trap 'rm -rf "$dir"' EXIT
 python3 -m venv "$dir/venv"
-"$dir/venv/bin/pip" install -q 'mlx[cpu]==0.32.4'
+"$dir/venv/bin/pip" install -q mlx==0.32.4 mlx-cpu==0.32.4
 "$dir/venv/bin/python" - <<'PYTHON'
 import math
 
