@@ -160,12 +160,9 @@ class Quantizing:
             try:
                 for sibling, row in zip(family, rows, strict=True):
                     check_weight(row, sibling)
-                shares = scheme.weight.joins
-                joint = (
-                    joint_part(scheme.weight, values, self._scales == "searched")
-                    if shares
-                    else None
-                )
+                joint = None
+                if scheme.weight.joins:
+                    joint = joint_part(scheme.weight, values, self._scales == "searched")
                 made = AffineTensor.of_siblings(rows, schemes, self._scales, joint)
             except ValueError as error:
                 raise FormatError(f"{', '.join(family)}: {error}") from error
