@@ -31,6 +31,13 @@ def llama(**changes: Any) -> Any:
     return LlamaForCausalLM(LlamaConfig(**{**SIZES, **changes})).eval()
 
 
+def fill_adapters(model: nn.Module, std: float) -> None:
+    """Draw each B of LoRA, whose zeros change nothing and give A no gradient."""
+    for name, p in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(p, std=std)
+
+
 def loaded(folder: Path, dtype: torch.dtype, **options: Any) -> Any:
     """The model of a folder, by transformers' own loader."""
     from transformers import AutoModelForCausalLM

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,9 +101,13 @@ def check_qat(rank: int, world_size: int, place: Path, device: str) -> dict[str,
     return found
 
 
-def skip_without_gpus(device: str) -> None:
+def by_two_ranks(check: Callable[..., Any], folder: Path, device: str) -> list[dict[str, Any]]:
+    """What `check` finds in folders of all kinds, by ranks. Skips the test where it lacks GPUs."""
     if device == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip(f"needs 2 GPUs; torch.cuda.device_count() is {torch.cuda.device_count()} here")
+    for kind in KINDS:
+        publish(kind, folder / kind)
+    return launch(check, 2, folder, device, nccl=device == "cuda")
 
 
 devices = pytest.mark.parametrize(
@@ -113,10 +118,7 @@ devices = pytest.mark.parametrize(
 @devices
 def test_experts_that_two_processes_split_train_by_qat(tmp_path: Path, device: str) -> None:
     """With the losses of one process. On a CPU the written folder has its bytes."""
-    skip_without_gpus(device)
-    for kind in KINDS:
-        publish(kind, tmp_path / kind)
-    for ranks in launch(check_qat, 2, tmp_path, device, nccl=device == "cuda"):
+    for ranks in by_two_ranks(check_qat, tmp_path, device):
         for kind, (*whole, first, second) in ranks.items():
             assert [first, second] == pytest.approx(whole, rel=1e-5), kind
             assert second < first
@@ -130,10 +132,7 @@ def test_experts_that_two_processes_split_train_by_qat(tmp_path: Path, device: s
 @devices
 def test_two_processes_hold_half_the_experts_each(tmp_path: Path, device: str) -> None:
     """With the logits and gradients of one process, and written back with its bytes."""
-    skip_without_gpus(device)
-    for kind in KINDS:
-        publish(kind, tmp_path / kind)
-    for ranks in launch(check, 2, tmp_path, device, nccl=device == "cuda"):
+    for ranks in by_two_ranks(check, tmp_path, device):
         for kind, found in ranks.items():
             assert found["share"] == 0.5, kind
             assert found["forward"] < 1e-6 and found["gradient"] < 1e-6, (kind, found)

@@ -22,7 +22,7 @@ from lowbit import (
     PerBlock,
 )
 from lowbit.tensor.frozen.ordered_tensor import OrderedTensor
-from tests.integrations.models import TOKENS, train
+from tests.integrations.models import TOKENS, fill_adapters, train
 from tests.integrations.test_formats import error, low_bit
 from tests.integrations.test_four_bit_folders import low_bit_gpt_oss, low_bit_mixture
 
@@ -98,9 +98,7 @@ def by_peft(model: Any) -> Any:
     peft = pytest.importorskip("peft")
     torch.manual_seed(0)
     made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=[*TARGETS]))
-    for name, p in made.named_parameters():
-        if "lora_B" in name:  # zeros would give A no gradient
-            nn.init.normal_(p, std=0.1)
+    fill_adapters(made, 0.1)
     return made
 
 

@@ -18,7 +18,7 @@ from lowbit.formats.folder import Folder
 from lowbit.formats.shards import equal_bits
 from lowbit.schemes.mixed_precision import UE8M0_BLOCK_WEIGHT
 from tests.integrations import models
-from tests.integrations.models import TOKENS, logits, train
+from tests.integrations.models import TOKENS, fill_adapters, logits, train
 from tests.integrations.packed_models import (
     KINDS,
     is_read_by_transformers,
@@ -81,9 +81,7 @@ def adapted(model: Any) -> Any:
     if model.config.model_type == "deepseek_v4":  # float8 blocks, and plain layers
         layers = ["self_attn.q_b_proj", "o_b_proj", "compressor.kv_proj"]
     made = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=layers))
-    for name, p in made.named_parameters():
-        if "lora_B" in name:  # zeros would give A no gradient
-            torch.nn.init.normal_(p, std=0.02)
+    fill_adapters(made, 0.02)
     return made
 
 

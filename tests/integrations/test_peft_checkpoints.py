@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
+from tests.integrations.models import fill_adapters
 from tests.tensor.cases import same_bits
 
 peft = pytest.importorskip("peft")
@@ -15,10 +15,7 @@ from tests.integrations.test_transformers_checkpoints import llama, logits  # no
 def test_adapters_over_a_quantized_model(tmp_path):
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["lm_head"])
     model = peft.get_peft_model(llama("int4"), config).eval()
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_()
+    fill_adapters(model, 1.0)
     model.save_pretrained(tmp_path)
     other = peft.PeftModel.from_pretrained(llama("int4"), tmp_path)
     assert same_bits(logits(other), logits(model))

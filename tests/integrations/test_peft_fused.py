@@ -12,7 +12,7 @@ from torch import nn
 import lowbit as lb
 import lowbit.peft
 from lowbit.interop import fused_lora
-from tests.integrations.models import TOKENS, is_inner_linear, llama
+from tests.integrations.models import TOKENS, fill_adapters, is_inner_linear, llama
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -33,9 +33,7 @@ def adapted(scheme: str, config: Any = None, **changes: Any) -> Any:
         lb.quantize_(model, SCHEMES[scheme], is_inner_linear)
     model = peft.get_peft_model(model, config or peft.LoraConfig(r=4, target_modules="all-linear"))
     torch.manual_seed(1)
-    for name, param in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(param, std=0.1)
+    fill_adapters(model, 0.1)
     return model.train()
 
 

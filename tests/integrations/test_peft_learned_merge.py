@@ -15,7 +15,14 @@ from torch import Tensor, nn
 import lowbit as lb
 import lowbit.peft
 from lowbit.inference import AWQ, GPTQ, Layer, LearnedRounding, Rotate, Search, Step
-from tests.integrations.models import VOCABULARY, gpt_oss, is_inner_linear, llama, qwen3_moe
+from tests.integrations.models import (
+    VOCABULARY,
+    fill_adapters,
+    gpt_oss,
+    is_inner_linear,
+    llama,
+    qwen3_moe,
+)
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -47,10 +54,7 @@ def adapted(model: Any, std: float = 0.03, **options: Any) -> Any:
     config = peft.LoraConfig(**{"r": 4, "target_modules": TARGETS, **options})
     made = peft.get_peft_model(model, config).eval()
     torch.manual_seed(1)
-    with torch.no_grad():
-        for name, p in made.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=std)
+    fill_adapters(made, std)
     return made
 
 

@@ -13,7 +13,7 @@ from torch import nn
 
 import lowbit as lb
 import lowbit.peft
-from tests.integrations.models import is_inner_linear, llama, logits, train
+from tests.integrations.models import fill_adapters, is_inner_linear, llama, logits, train
 from tests.schemes import relative_error
 
 peft = pytest.importorskip("peft")
@@ -245,10 +245,7 @@ def scaled(dtype: torch.dtype, scheme: str, factor: float) -> Any:
     lb.quantize_(model, SCHEMES[scheme], is_inner_linear)
     model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     torch.manual_seed(0)
-    with torch.no_grad():
-        for name, p in model.named_parameters():
-            if "lora_B" in name:
-                p.normal_(std=factor)
+    fill_adapters(model, factor)
     return model
 
 

@@ -12,7 +12,7 @@ import torch
 import lowbit as lb
 from lowbit.layers.adapter_input import UncastInput
 from lowbit.layers.stand_in import take
-from tests.integrations.models import TOKENS, is_inner_linear, llama
+from tests.integrations.models import TOKENS, fill_adapters, is_inner_linear, llama
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
@@ -40,9 +40,7 @@ def adapted(checkpointed: bool = False, **changes: Any) -> Any:
     config = peft.LoraConfig(r=4, target_modules="all-linear", lora_alpha=5, **changes)
     model = peft.get_peft_model(model, config)
     torch.manual_seed(1)
-    for name, param in model.named_parameters():
-        if "lora_B" in name:
-            torch.nn.init.normal_(param, std=0.1)
+    fill_adapters(model, 0.1)
     return model.train()
 
 

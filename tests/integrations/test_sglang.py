@@ -42,7 +42,7 @@ PUBLISHED = {
 }
 """The module of SGLang's class for folders of `packed_models`."""
 SETTINGS = {"moe_layer_freq": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
-"""Of the config.json that DeepSeek publishes. transformers writes none of them."""
+"""Entries of the config.json that DeepSeek publishes and transformers does not write."""
 NOT_STORED = re.compile(r"g_idx|attn\w*\.[kv]_scale")
 """Parameters for act-order and for the cache, which these folders do not have."""
 
