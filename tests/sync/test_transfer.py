@@ -35,7 +35,7 @@ def trained() -> nn.Module:
 
 def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     assert a.keys() == b.keys()
-    return [name for name in a if not equal_bits(a[name], b[name])]
+    return [name for name in a if not equal_bits(a[name].cpu(), b[name].cpu())]
 
 
 def change(model: Any, name: str) -> None:
