@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,17 @@ from lowbit.schemes.training import (
     check_bools,
 )
 
+_STARTS = ("integers", "float8", "table")
+"""How quantized weights that training starts from are stored (`AffineTensor.stored_as`)."""
+
 
 @dataclass(frozen=True)
 class LowbitWeight(Int8Products):
     """The weight itself is in low bits, without a high-precision copy. By default no product runs int8 x int8: the
     weight is dequantized for each, which is exact. See `LowbitProducts` for the arguments.
+
+    A weight that is quantized already, such as one of `lowbit.load_pretrained`, is trained from its values, rounded to
+    the codes of the scheme.
 
     Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
     """
@@ -46,6 +52,13 @@ class LowbitWeight(Int8Products):
     def stored(self) -> str:
         """How the weight is stored, for a report."""
         raise NotImplementedError
+
+    @property
+    def has_low_bit_products(self) -> bool:
+        return bool(self.products)
+
+    def starts_from(self, weight: Any) -> bool:
+        return getattr(weight, "stored_as", None) in _STARTS
 
     def check(self, weight: Tensor) -> None:
         if self.products:

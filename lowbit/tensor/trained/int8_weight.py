@@ -125,7 +125,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
 
     @classmethod
     def prepared(cls, weight: Tensor, scheme: Int8Weight, name: str) -> Int8WeightTensor:
-        return cls(weight, scheme, name)
+        """A quantized weight is trained from the values that its codes stand for."""
+        values = weight.dequantize() if isinstance(weight, LowbitTensor) else weight
+        return cls(values, scheme, name)
 
     def frozen(self) -> LowbitTensor:
         """An AffineTensor of the same codes and scales."""
