@@ -20,6 +20,7 @@ from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.dtensor import by_rows, placed_as
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import hold, settled_by
+from lowbit.tensor.trained.rounded_stack import seen_by_experts
 
 
 class Holder(StandIn):
@@ -54,7 +55,7 @@ class Scaled(Holder):
 def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
     """The weight as the products of its module see it now, in its dtype; a DTensor where the weight is one."""
     if not is_dtensor(weight):
-        return _seen_locally(weight, scale, zero)
+        return seen_by_experts(weight, scale, zero)
     placements = weight.placements
     parts = [t for t in (weight, scale, zero) if t is not None]
     split_alike = all(is_dtensor(t) and t.placements == placements for t in parts)
@@ -67,8 +68,4 @@ def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
     own: list[Any] = [
         None if t is None else t.to_local(grad_placements=placements) for t in (weight, scale, zero)
     ]
-    return placed_as(weight, _seen_locally(*own))
-
-
-def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-    return settled_by(weight, scale, zero)
+    return placed_as(weight, settled_by(*own))

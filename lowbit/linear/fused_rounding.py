@@ -207,11 +207,13 @@ def learned_gradients(
     spec: Spec,
     parameters: Qparams,
     found: Qparams | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x [..., K] and of the parameters of its scales and zero points, from that of its rounded values.
 
     They follow `lowbit.numerics.learned_scales`, as do `parameters`. `found`: the scale and zero
-    point of `parameters`, where they were computed before.
+    point of `parameters`, where they were computed before. `in_place`: the gradient of x may take the memory of `grad`,
+    in eager code.
     """
     scale_parameter, zero_parameter = parameters
     scale, zero_point = found or qparams(spec, scale_parameter, zero_parameter)
@@ -220,7 +222,9 @@ def learned_gradients(
         return gradients(grad, codes, residual, spec, scale_parameter, zero_parameter)
     blocks, zeros = _in_blocks((scale, zero_point))
     assert blocks is not None
-    grad_x, of_scale, of_zero = kernels.fake_quantize.fake_quantize_gradients(
+    op = kernels.fake_quantize
+    found_by = op.gradients_in_place if in_place else op.fake_quantize_gradients
+    grad_x, of_scale, of_zero = found_by(
         _flat(grad),
         _flat(x),
         blocks,

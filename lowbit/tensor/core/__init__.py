@@ -7,8 +7,6 @@
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
 
-from lowbit.tensor.core.adapted_stack import ATTRIBUTES as ATTRIBUTES
-from lowbit.tensor.core.adapted_stack import GROUPED as GROUPED
 from lowbit.tensor.core.base import CodesByRow as CodesByRow
 from lowbit.tensor.core.base import InnerShapes as InnerShapes
 from lowbit.tensor.core.base import LowbitTensor as LowbitTensor
@@ -40,6 +38,9 @@ from lowbit.tensor.core.fsdp import Wire as Wire
 from lowbit.tensor.core.indexing import check_part as check_part
 from lowbit.tensor.core.indexing import is_advanced as is_advanced
 from lowbit.tensor.core.indexing import writes as writes
+from lowbit.tensor.core.lazy_stack import ATTRIBUTES as ATTRIBUTES
+from lowbit.tensor.core.lazy_stack import GROUPED as GROUPED
+from lowbit.tensor.core.lazy_stack import LazyStack as LazyStack
 from lowbit.tensor.core.reading import ROUNDING_INPUTS as ROUNDING_INPUTS
 from lowbit.tensor.core.reading import below_transform as below_transform
 from lowbit.tensor.core.reading import in_forward as in_forward

@@ -162,13 +162,14 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return values
 
     def _fits_the_op(self) -> bool:
-        return self.ndim == 2 and self.numel() > 0 and self.dtype is not torch.float64
+        return self.ndim > 1 and self.numel() > 0 and self.dtype is not torch.float64
 
     def _by_the_op(self) -> Tensor:
-        """The values of a matrix in one kernel, with the bits of PyTorch's operations."""
+        """The values in one kernel, with the bits of PyTorch's operations."""
+        codes, scale = self.codes.flatten(0, -2), self.scale.flatten(0, -2)
         return kernels.dequantize.dequantize(
-            self.codes, self.scale, group_size=self._group(), size=self.shape[1], dtype=self.dtype
-        )
+            codes, scale, group_size=self._group(), size=self.shape[-1], dtype=self.dtype
+        ).view(self.shape)
 
     def _group(self) -> int:
         """Elements of a row that share a scale."""
@@ -200,7 +201,8 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if self.transposed or self.flat_from is not None or remainder.of(self.codes) is not None:
             super().write_master(out)
         elif self.codes.is_cuda and self._fits_the_op():
-            kernels.dequantize.dequantize_into(out, self.codes, self.scale, self._group())
+            parts = (t.flatten(0, -2) for t in (self.codes, self.scale))
+            kernels.dequantize.dequantize_into(out.view(-1, self.shape[-1]), *parts, self._group())
         else:
             torch.mul(self.unpacked(), self.spread_scale(), out=out)  # in one pass
 
