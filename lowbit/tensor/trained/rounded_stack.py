@@ -38,7 +38,9 @@ def _rounds_later(weight: Any) -> bool:
     if weight.is_gathered or not weight.rounds_weight or weight.input_spec is not None:
         return False
     is_narrow = weight.dtype is weight.weight.dtype and weight.dtype.itemsize == 2
-    return weight.ndim == 3 and is_narrow and fused_rounding.runs(weight.scheme.weight, weight.weight)
+    return (
+        weight.ndim == 3 and is_narrow and fused_rounding.runs(weight.scheme.weight, weight.weight)
+    )
 
 
 class _Rounded(torch.autograd.Function):
