@@ -8,10 +8,10 @@ once for each layer. `lowbit.load_pretrained` opens the folder. The reference is
     adapters of the attention      LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     … and of the experts           with target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] too
     all parameters                 of fewer layers; packed weights by `qat.prepare_(model, scales="learned")`
-    … int8 until write-back        packed weights by `train.prepare_(model, Int8Weight())`, rounding errors in the momentum
+    … int8 until write-back        packed weights by `train.prepare_(model, Int8Weight())`
 
-Adapters are float32 under autocast to bfloat16. Everything is trained by `AdamW8bit`, with a checkpoint a layer. Weights
-in bfloat16 have `weight_correction="8bit"`, except of the row in int8, where it is "momentum".
+Adapters are float32 under autocast to bfloat16. Everything is trained by `AdamW8bit`, with a checkpoint a layer. Of all
+parameters rounding loses nothing: `weight_correction="8bit"`, for the row in int8 "momentum".
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from lowbit.convert.siblings import families, group_of
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
+from lowbit.schemes.low_bit_weights import LowbitWeight
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import TrainingScheme
 from lowbit.tensor.core.base import LowbitTensor
@@ -398,7 +399,8 @@ class _Walk:
 
     def _why_plain(self, owner: Owner, scheme: Any) -> str | None:
         """Why this training scheme does not take these experts unless a filter selects them."""
-        multiplies = self.trains and scheme.has_low_bit_products
+        is_stored_only = isinstance(scheme, LowbitWeight) and not scheme.products
+        multiplies = self.trains and not is_stored_only
         if multiplies and isinstance(self.chosen_by, Choice) and stores_inputs_first(owner):
             return (
                 "stored as [experts, inputs, outputs], for which training has no low-bit products"

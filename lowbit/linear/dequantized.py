@@ -18,7 +18,7 @@ from lowbit.linear.frozen.checks import (
     remembered,
     unflattened,
 )
-from lowbit.linear.operands import Kept, Uncopied, Values, remember, rounded_product
+from lowbit.linear.operands import Kept, Uncopied, remember, rounded_product
 from lowbit.tracing import tracer
 
 _is_compiling = torch.compiler.is_dynamo_compiling

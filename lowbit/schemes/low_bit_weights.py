@@ -53,10 +53,6 @@ class LowbitWeight(Int8Products):
         """How the weight is stored, for a report."""
         raise NotImplementedError
 
-    @property
-    def has_low_bit_products(self) -> bool:
-        return bool(self.products)
-
     def starts_from(self, weight: Any) -> bool:
         return getattr(weight, "stored_as", None) in _STARTS
 

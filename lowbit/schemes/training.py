@@ -39,11 +39,6 @@ class TrainingScheme:
         class_names.enter(TrainingScheme.kinds, cls)
         torch.serialization.add_safe_globals([cls])  # the metadata of a pickled tensor
 
-    @property
-    def has_low_bit_products(self) -> bool:
-        """False where every product runs in high precision."""
-        return True
-
     def obstacle(self, shape: Sequence[int], uses: Collection[str]) -> str | None:
         """Why a weight of this shape is left alone; None: it is prepared. `uses`: the kinds of the modules that hold
         the weight, of `lowbit.convert.USES`."""

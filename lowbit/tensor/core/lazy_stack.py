@@ -71,8 +71,8 @@ class LazyStack(Tensor):
         """RuntimeError if a product or the values would differ from those at the time when this was made."""
         if not self.is_read and _versions(self.sources) != self._versions:
             raise RuntimeError(
-                f"{self.what} changed in place before it was read or multiplied; make it again, or call .values() on it "
-                "before the change"
+                f"{self.what} changed in place before it was read or multiplied; make it again, or call .values() on "
+                "it before the change"
             )
 
     @property
