@@ -79,10 +79,8 @@ class RoundedStack(LazyStack):
         return settled_by(*self.parts)
 
     def _swapped(self) -> LazyStack:
-        weight = self.parts[0]
-        turned = RoundedStack.of(self.shape[:1] + self.shape[:0:-1], weight, self.sources)
-        turned.parts, turned.is_turned = self.parts, True
-        return turned
+        found: LazyStack = _Swapped.apply(self) if self.requires_grad else _swapped(self)
+        return found
 
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
         weight, scale, zero = self.parts
@@ -95,6 +93,24 @@ class RoundedStack(LazyStack):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map(_plain, (args, kwargs or {}))
         return func(*args, **kwargs)
+
+
+def _swapped(stack: RoundedStack) -> RoundedStack:
+    turned = RoundedStack.of(stack.shape[:1] + stack.shape[:0:-1], stack.parts[0], stack.sources)
+    turned.parts, turned.is_turned = stack.parts, True
+    return turned
+
+
+class _Swapped(torch.autograd.Function):
+    """As `_Rounded`, of a stack and its transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, stack: RoundedStack) -> RoundedStack:
+        return _swapped(stack)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].mT
 
 
 def _plain(x: Any) -> Any:
