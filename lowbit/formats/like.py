@@ -196,7 +196,7 @@ class Likeness:
                 self._check_siblings(name)
         except FormatError as error:
             if not self._lossy:
-                raise
+                raise _with_way_out(error) from error
             reason = f"rounded, as {error}"
             new = old if _is_rounding_of(value, old) else _rounded(value, old)
             parts = self._encoded(name, new, old)
@@ -275,6 +275,13 @@ class Likeness:
                 "lossy=True rounds it, and states the loss"
             )
         return parts
+
+
+def _with_way_out(error: FormatError) -> FormatError:
+    """Of a format that has no place for a weight of this form."""
+    text = str(error)
+    rest = "" if "lossy=True" in text else "; lossy=True rounds it, and states the loss"
+    return FormatError(f"{text}{rest}")
 
 
 def _form(t: Tensor) -> str:
