@@ -256,7 +256,7 @@ def adapted(model: Any, experts: bool) -> Any:
 def prepared(model: Any, candidate: Training) -> Any:
     """The model with all of its parameters in training, packed ones on the grid of the folder or in int8."""
     if candidate.name == IN_INT8:
-        packed = {name: scheme and lowbit.Int8Weight() for name, scheme in candidate.shape.scheme}
+        packed = {n: lowbit.Int8Weight() if s else None for n, s in candidate.shape.scheme}
         lowbit.train.prepare_(model, packed)
     elif not candidate.is_plain:
         lowbit.qat.prepare_(model, scales="learned")

@@ -125,7 +125,7 @@ class GroupedValues:
         return of_x, of_weight
 
 
-_GROUPED = GroupedValues()
+_GROUPED: Any = GroupedValues()
 
 
 def grouped_gradient(x: Tensor, grad: Tensor, offsets: Tensor, turned: bool) -> Tensor:

@@ -259,7 +259,8 @@ class RoundingOfExperts(Rounding):
         if grad.stride() != (grad.shape[1], 1):  # as of a sum, whose rows share their memory
             grad = grad.clone(memory_format=torch.contiguous_format)
         learns = needs[1] or needs[5] or needs[6]
-        of_x = of_weight = of_scale = of_zero = found = None
+        of_x = of_weight = of_scale = of_zero = None
+        found: Any = None
         if needs[0] or (learns and scales[0] is None):
             values, found = self.values(weight, scales, grad.dtype, grad)
             if needs[0]:

@@ -82,7 +82,8 @@ class LowbitWeight(Int8Products):
 @dataclass(frozen=True)
 class Int8Weight(LowbitWeight):
     """The weight itself is int8, with a scale a row and no high-precision copy; see
-    `lowbit.tensor.trained.int8_weight`.
+    `lowbit.tensor.trained.int8_weight`. Training also starts from weights that are quantized already, such as those of
+    `lowbit.load_pretrained`.
 
     Every rank loads a state dict of such weights itself: torch's `broadcast_from_rank0=True` takes plain values only,
     `value.dequantize()`. DistributedDataParallel sends the weights as they are stored, random-number offsets included.

@@ -1,4 +1,4 @@
-"""Published folders trained in int8 and written back: what does not change keeps its bytes, the rest is on the folder's grid."""
+"""Published folders trained in int8 and written back: unchanged matrices keep their bytes, others are on the grid."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_untrained_weights_keep_the_bytes_of_the_folder(
     """All linears and experts, packed or plain."""
     model = in_int8(folders(kind), Int8Weight())
     assert not [n for n, p in model.named_parameters() if type(p).__name__ == "AffineTensor"]
-    with pytest.raises(FormatError, match="int8-row.*; lossy=True rounds it"):
+    with pytest.raises(FormatError, match=r"int8-row.*; lossy=True rounds it"):
         sync.write(model, tmp_path / "exact", like=folders(kind))
     sync.write(model, tmp_path / "out", like=folders(kind), lossy=True)
     assert sums(tmp_path / "out") == sums(folders(kind))

@@ -1,4 +1,4 @@
-"""Experts with learned scales, rounded in their grouped products: the bits of rounded ones, and no copy of a stack kept."""
+"""Experts with learned scales, rounded in their grouped products: the bits of rounded ones, and no copy is kept."""
 
 from __future__ import annotations
 

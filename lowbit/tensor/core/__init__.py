@@ -2,7 +2,8 @@
 
 - `base`: the declarations of a representation, and what follows; `checks`: of weights and views; `base_ops`: aten
   operations; `indexing`, `contracted`: functions that take a tensor apart, or multiply by it in their own way;
-  `reading`: the values of a weight that is rounded later; `torchscript`: its refusal
+  `reading`: the values of a weight that is rounded later; `lazy_stack`: experts that are made when they are read;
+  `torchscript`: its refusal
 - `pickled`, `state_dict`: the contents of files
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """

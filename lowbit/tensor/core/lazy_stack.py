@@ -42,7 +42,7 @@ class LazyStack(Tensor):
     """The tensors that it is made of, which may not change before it is read."""
     _whole: LazyStack | None
     """The stack whose transpose this is."""
-    _values: Tensor | None
+    _held: Tensor | None
     _versions: list[int]
 
     @classmethod
@@ -50,7 +50,7 @@ class LazyStack(Tensor):
         """A stack of this shape with the dtype and device of `like`."""
         with _Own():
             self = Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
-            self.sources, self._whole, self._values = sources, None, None
+            self.sources, self._whole, self._held = sources, None, None
             self._versions = _versions(sources)
         return self
 
@@ -61,11 +61,11 @@ class LazyStack(Tensor):
         """
         if self._whole is not None:
             return self._whole.values().transpose(-2, -1)
-        if self._values is None:
+        if self._held is None:
             self.check_unchanged()
             with torch.set_grad_enabled(self.requires_grad):
-                self._values = self._made()
-        return self._values
+                self._held = self._made()
+        return self._held
 
     def check_unchanged(self) -> None:
         """RuntimeError if a product or the values would differ from those at the time when this was made."""
@@ -78,7 +78,7 @@ class LazyStack(Tensor):
     @property
     def is_read(self) -> bool:
         """True once something has read the values."""
-        return (self if self._whole is None else self._whole)._values is not None
+        return (self if self._whole is None else self._whole)._held is not None
 
     def turned(self) -> LazyStack:
         """This with its last two dimensions swapped."""

@@ -201,8 +201,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if self.transposed or self.flat_from is not None or remainder.of(self.codes) is not None:
             super().write_master(out)
         elif self.codes.is_cuda and self._fits_the_op():
-            parts = (t.flatten(0, -2) for t in (self.codes, self.scale))
-            kernels.dequantize.dequantize_into(out.view(-1, self.shape[-1]), *parts, self._group())
+            codes, scale = self.codes.flatten(0, -2), self.scale.flatten(0, -2)
+            rows = out.view(-1, self.shape[-1])
+            kernels.dequantize.dequantize_into(rows, codes, scale, self._group())
         else:
             torch.mul(self.unpacked(), self.spread_scale(), out=out)  # in one pass
 

@@ -6,7 +6,6 @@ layer (`lowbit.linear.rounded_linear.RoundingOfExperts`). All other operations g
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -56,7 +55,7 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         weight, *scales = ctx.saved_tensors
-        return ctx.rounding.learned(grads[0], weight, [*scales, None], None)  # type: ignore[no-any-return]
+        return ctx.rounding.learned(grads[0], weight, [*scales, None], None)
 
 
 class RoundedStack(LazyStack):
@@ -86,7 +85,9 @@ class RoundedStack(LazyStack):
         weight, scale, zero = self.parts
         own = Values.apply(weight)
         how = rounding_of(weight, own.dtype)
-        rounding = RoundingOfExperts(*(getattr(how, f.name) for f in fields(how)), self.is_turned)
+        rounding = RoundingOfExperts(
+            how.weight, how.scale_dtype, None, how.absolute, self.is_turned
+        )
         return RoundedLinear.apply(x, own, None, rounding, offsets, scale, zero)
 
     @classmethod
