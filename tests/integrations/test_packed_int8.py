@@ -72,7 +72,7 @@ def test_untrained_weights_keep_the_bytes_of_the_folder(
     """All linears and experts, packed or plain."""
     model = in_int8(folders(kind), Int8Weight())
     assert not [n for n, p in model.named_parameters() if type(p).__name__ == "AffineTensor"]
-    with pytest.raises(FormatError, match=r"int8-row.*; lossy=True rounds it"):
+    with pytest.raises(FormatError, match=r"int8-row.*; lossy=True (rounds|writes) it"):
         sync.write(model, tmp_path / "exact", like=folders(kind))
     sync.write(model, tmp_path / "out", like=folders(kind), lossy=True)
     assert sums(tmp_path / "out") == sums(folders(kind))
