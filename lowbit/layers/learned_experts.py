@@ -3,8 +3,8 @@
 Such a module has several stacked weights [E, …] and a forward of its own, which indexes them, transposes them, and
 multiplies by all of them at once. Its class is a `Scaled` one. While its forward runs, each of
 these weights reads as what products see: the whole weight rounded once by its scales, plain and differentiable. So any
-product that forward contains is that of a plain weight. Grouped products round by themselves where that is one pass of a
-kernel (`lowbit.tensor.trained.rounded_stack`). Outside of forward the module holds its parameters.
+product that forward contains is that of a plain weight. Grouped products round by themselves where a kernel does it in
+one pass (`lowbit.tensor.trained.rounded_stack`). Outside of forward the module holds its parameters.
 
 Where the scheme rounds the inputs too, the weight reads as a FakeQuantizedTensor over the rounded values, or as their
 codes, whose products round the inputs as they do with present scales.
