@@ -8,8 +8,10 @@ once for each layer. `lowbit.load_pretrained` opens the folder. The reference is
     adapters of the attention      LoraConfig(r=16, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
     … and of the experts           with target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] too
     all parameters                 of fewer layers; packed weights by `qat.prepare_(model, scales="learned")`
+    … int8 until write-back        packed weights by `train.prepare_(model, Int8Weight())`
 
-Adapters are float32 under autocast to bfloat16. Everything is trained by `AdamW8bit`, with a checkpoint a layer.
+Adapters are float32 under autocast to bfloat16. Everything is trained by `AdamW8bit`, with a checkpoint a layer. Of all
+parameters rounding loses nothing: `weight_correction="8bit"`, for the row in int8 "momentum".
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ GPT_OSS = {
     **{"num_local_experts": 32, "num_experts_per_tok": 4},
 }
 PLAIN = "bf16"
+IN_INT8 = "int8 until write-back"
 ATTENTION = ["q_proj", "k_proj", "v_proj", "o_proj"]
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 RANK = 16
@@ -250,9 +253,12 @@ def adapted(model: Any, experts: bool) -> Any:
     return peft.get_peft_model(model, lora)
 
 
-def prepared(model: Any, is_plain: bool) -> Any:
-    """The model with all of its parameters in training, packed ones on the grid of the folder."""
-    if not is_plain:
+def prepared(model: Any, candidate: Training) -> Any:
+    """The model with all of its parameters in training, packed ones on the grid of the folder or in int8."""
+    if candidate.name == IN_INT8:
+        packed = {n: lowbit.Int8Weight() if s else None for n, s in candidate.shape.scheme}
+        lowbit.train.prepare_(model, packed)
+    elif not candidate.is_plain:
         lowbit.qat.prepare_(model, scales="learned")
     return model.requires_grad_(True)
 
@@ -267,9 +273,7 @@ def measure_packed(candidate: Training, repeats: int) -> PackedCost:
     checkpoints = {"use_reentrant": False}
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoints)
     trained = (
-        prepared(model, candidate.is_plain)
-        if trains_all
-        else adapted(model, candidate.trains == "experts")
+        prepared(model, candidate) if trains_all else adapted(model, candidate.trains == "experts")
     )
     try:
         loss, seconds, *sizes = _steps(trained.train(), candidate, repeats)
@@ -285,9 +289,10 @@ def _steps(model: Any, candidate: Training, repeats: int) -> tuple[float, float,
     device, trains_all = candidate.shape.device, candidate.trains == "all"
     on_gpu = device == "cuda"
     groups: Any = [p for p in model.parameters() if p.requires_grad]
-    if trains_all and not candidate.is_plain:
+    if trains_all and candidate.name not in (PLAIN, IN_INT8):
         groups = lowbit.qat.parameter_groups(model, weight_decay=0.0)
-    options: dict[str, Any] = {"weight_correction": "8bit"} if trains_all else {}
+    correction = "momentum" if candidate.name == IN_INT8 else "8bit"
+    options: dict[str, Any] = {"weight_correction": correction} if trains_all else {}
     optimizer = lowbit.optim.AdamW8bit(groups, lr=1e-5, **options)
     last = dict(candidate.shape.sizes)["vocab_size"]
     torch.manual_seed(1)
@@ -365,7 +370,8 @@ def problems(shape: Published, name: str, packed: str, few: int = 12) -> Iterato
         ),
     }
     for problem, way in ways.items():
-        yield Problem(problem, [way(packed), way(PLAIN)], PLAIN)
+        in_int8 = [way(IN_INT8)] if problem.endswith("all parameters") else []
+        yield Problem(problem, [way(packed), *in_int8, way(PLAIN)], PLAIN)
 
 
 @benchmark("packed_training", "training of published packed models", table=PACKED_TABLE)

@@ -19,6 +19,7 @@ from lowbit.convert.siblings import families, group_of
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.numerics.spec import Spec
+from lowbit.schemes.low_bit_weights import LowbitWeight
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import TrainingScheme
 from lowbit.tensor.core.base import LowbitTensor
@@ -386,7 +387,7 @@ class _Walk:
             self._check_ties(owner.fqn, param, scheme)
         if scheme is None:
             return "no scheme for this name"
-        obstacle = obstacle or self._why_plain(owner)
+        obstacle = obstacle or self._why_plain(owner, scheme)
         if obstacle is None:
             return scheme if self.trains else _in_order_of_linears(scheme, owner)
         if self.trains:
@@ -396,9 +397,11 @@ class _Walk:
                 self.targets[id(param)] = Target(param, scheme, tuple(self.owners[id(param)]))
         return obstacle
 
-    def _why_plain(self, owner: Owner) -> str | None:
-        """Why no training scheme takes these experts unless a filter selects them."""
-        if self.trains and isinstance(self.chosen_by, Choice) and stores_inputs_first(owner):
+    def _why_plain(self, owner: Owner, scheme: Any) -> str | None:
+        """Why this training scheme does not take these experts unless a filter selects them."""
+        is_stored_only = isinstance(scheme, LowbitWeight) and not scheme.products
+        multiplies = self.trains and not is_stored_only
+        if multiplies and isinstance(self.chosen_by, Choice) and stores_inputs_first(owner):
             return (
                 "stored as [experts, inputs, outputs], for which training has no low-bit products"
             )

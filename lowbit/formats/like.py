@@ -9,7 +9,8 @@ A shard of the folder is written again with each tensor in its place:
 | low-bit, changed   | the parts that the folder's format gives, in the dtypes and shapes of the folder's; they are    |
 |                    | decoded again by the folder's config.json, and compared                                         |
 | anything else      | refused; with lossy=True rounded to the scheme of the folder's tensor, whose blocks keep their  |
-|                    | scales where these are nearer                                                                   |
+|                    | scales where these are nearer. The folder's bytes, if it is the folder's tensor rounded to      |
+|                    | another scheme, as for training in int8                                                         |
 
 A matrix of an expert is compared by itself, also where the model has a stack: an expert that no token reached keeps its
 bytes. Tensors that the model has no place for are copied, such as the layers for multi-token prediction of DeepSeek-V3.
@@ -37,12 +38,13 @@ from lowbit.formats.reading import renamed_by, unused_by
 from lowbit.formats.report import ExportReport
 from lowbit.formats.shards import equal_bits, same_values
 from lowbit.formats.sources import Item
+from lowbit.numerics.number_format import Int
 from lowbit.numerics.snr import snr
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.requantize import requantize
+from lowbit.tensor.frozen.requantize import is_nearest, requantize
 
 MOST_REFUSED = 3
 """An export ends after so many refused tensors, and the message names them."""
@@ -194,9 +196,9 @@ class Likeness:
                 self._check_siblings(name)
         except FormatError as error:
             if not self._lossy:
-                raise
+                raise _with_way_out(error) from error
             reason = f"rounded, as {error}"
-            new = _rounded(value, old)
+            new = old if _is_rounding_of(value, old) else _rounded(value, old)
             parts = self._encoded(name, new, old)
         ratio = snr(_values(value), _values(new)) if reason else None
         held = self.folder.stored_names(name)
@@ -275,6 +277,13 @@ class Likeness:
         return parts
 
 
+def _with_way_out(error: FormatError) -> FormatError:
+    """Of a format that has no place for a weight of this form."""
+    text = str(error)
+    rest = "" if "lossy=True" in text else "; lossy=True rounds it, and states the loss"
+    return FormatError(f"{text}{rest}")
+
+
 def _form(t: Tensor) -> str:
     if not isinstance(t, LowbitTensor):
         return f"plain {str(t.dtype).removeprefix('torch.')}"
@@ -315,6 +324,15 @@ def _rounded(value: Tensor, old: Tensor) -> Tensor:
     else:
         new.copy_(values)
     return new
+
+
+def _is_rounding_of(value: Tensor, old: Tensor) -> bool:
+    """True if `value` was rounded from `old` to integers, and did not change since."""
+    if not isinstance(value, AffineTensor) or not isinstance(value.spec.format, Int):
+        return False
+    held = _values(old).to(value.dtype)
+    own: Any = value._transposed() if value.transposed else value
+    return own.zero_point is None and is_nearest(own, held.mT if value.transposed else held)
 
 
 def _fitted(t: Tensor, old: Tensor) -> Tensor | None:

@@ -3,7 +3,8 @@
 Such a module has several stacked weights [E, …] and a forward of its own, which indexes them, transposes them, and
 multiplies by all of them at once. Its class is a `Scaled` one. While its forward runs, each of
 these weights reads as what products see: the whole weight rounded once by its scales, plain and differentiable. So any
-product that forward contains is that of a plain weight. Outside of forward the module holds its parameters.
+product that forward contains is that of a plain weight. Grouped products round by themselves where a kernel does it in
+one pass (`lowbit.tensor.trained.rounded_stack`). Outside of forward the module holds its parameters.
 
 Where the scheme rounds the inputs too, the weight reads as a FakeQuantizedTensor over the rounded values, or as their
 codes, whose products round the inputs as they do with present scales.
@@ -20,6 +21,7 @@ from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.dtensor import by_rows, placed_as
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import hold, settled_by
+from lowbit.tensor.trained.rounded_stack import seen_by_experts
 
 
 class Holder(StandIn):
@@ -54,7 +56,7 @@ class Scaled(Holder):
 def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
     """The weight as the products of its module see it now, in its dtype; a DTensor where the weight is one."""
     if not is_dtensor(weight):
-        return _seen_locally(weight, scale, zero)
+        return seen_by_experts(weight, scale, zero)
     placements = weight.placements
     parts = [t for t in (weight, scale, zero) if t is not None]
     split_alike = all(is_dtensor(t) and t.placements == placements for t in parts)
@@ -67,8 +69,4 @@ def _seen(weight: Any, scale: Any, zero: Any) -> Tensor:
     own: list[Any] = [
         None if t is None else t.to_local(grad_placements=placements) for t in (weight, scale, zero)
     ]
-    return placed_as(weight, _seen_locally(*own))
-
-
-def _seen_locally(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
-    return settled_by(weight, scale, zero)
+    return placed_as(weight, settled_by(*own))

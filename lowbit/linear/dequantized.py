@@ -18,7 +18,7 @@ from lowbit.linear.frozen.checks import (
     remembered,
     unflattened,
 )
-from lowbit.linear.operands import Kept, Uncopied, Values, remember, rounded_product
+from lowbit.linear.operands import Kept, Uncopied, remember, rounded_product
 from lowbit.tracing import tracer
 
 _is_compiling = torch.compiler.is_dynamo_compiling
@@ -97,5 +97,39 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
 
 
 def grouped_in_high_precision(x: Tensor, weight: Any, offs: Tensor) -> Tensor:
-    """torch's grouped product of x [M, K] and the values of the weight [E, K, N]."""
-    return torch._grouped_mm(x, Values.apply(weight).to(x.dtype), offs=offs)
+    """torch's grouped product of x [M, K] and the values of the weight [E, K, N]. Backward makes these again."""
+    return rounded_product(x, weight, None, _GROUPED, offs)
+
+
+class GroupedValues:
+    """The operands of torch's grouped product of a TrainableTensor [E, K, N]."""
+
+    def output(
+        self, x: Tensor, weight: Any, bias: None, needs: Sequence[bool], offsets: Tensor
+    ) -> tuple[Tensor, Kept]:
+        y = torch._grouped_mm(x, weight.values().to(x.dtype), offs=offsets)
+        return y, (weight.detach(), x if needs[1] else None, offsets)
+
+    def gradients(
+        self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        weight, x, offsets = kept
+        check_first_derivative(weight)
+        if grad.stride() != (grad.shape[1], 1):  # as of a sum, whose rows share their memory
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        of_x = of_weight = None
+        if needs[0]:  # first, so that the values are gone before the gradient of the weight comes
+            of_x = torch._grouped_mm(grad, weight.values_again(grad.dtype).mT, offs=offsets)
+        if needs[1]:
+            of_weight = grouped_gradient(x, grad, offsets, weight.transposed).to(weight.dtype)
+        return of_x, of_weight
+
+
+_GROUPED: Any = GroupedValues()
+
+
+def grouped_gradient(x: Tensor, grad: Tensor, offsets: Tensor, turned: bool) -> Tensor:
+    """xᵀ · grad over the rows of each expert, [E, K, N]. `turned`: in the memory of [E, N, K]."""
+    if turned:
+        return torch._grouped_mm(grad.t(), x, offs=offsets).mT
+    return torch._grouped_mm(x.t(), grad, offs=offsets)

@@ -24,6 +24,7 @@ from lowbit.numerics.learned_scales import (
     as_parameters,
     codes_and_residual,
     gradients,
+    parts_of,
     qparams,
     rate_of,
 )
@@ -124,7 +125,7 @@ def rounded(
     clips = masked and spec.may_clip(scale_dtype)
     runs_here = joint is None and x.numel() > 0 and runs(spec, x, after is not None)
     if not runs_here or spec.rounds_minimum:
-        values, mask = spec.rounded(x, scale_dtype, clips, joint)
+        values, mask = _in_parts(x, spec, scale_dtype, clips, joint)
         return values if dtype is None else values.to(dtype), Inside(mask)
     group_size = spec.block_size(x.shape)[-1]
     # Values of float32 are rounded to `dtype` by the kernel. Others are first rounded to their own dtype.
@@ -141,6 +142,23 @@ def rounded(
     values = values.view(x.shape)
     inside = Inside(bits if clips else None, group_size)
     return values if dtype is None else values.to(dtype), inside
+
+
+def _in_parts(
+    x: Tensor, spec: Spec, scale_dtype: torch.dtype, clips: bool, joint: Tensor | None
+) -> tuple[Tensor, Tensor | None]:
+    """`spec.rounded`, a few experts at a time: its temporaries take many times the memory of a stack."""
+    shares = spec.scales is not None and spec.scales.joint is not None
+    parts = [slice(None)] if shares or joint is not None else parts_of(x, spec)
+    if len(parts) == 1:
+        return spec.rounded(x, scale_dtype, clips, joint)
+    values = torch.empty_like(x, memory_format=torch.contiguous_format)
+    mask = torch.empty_like(values, dtype=torch.bool) if clips else None
+    for part in parts:
+        values[part], own = spec.rounded(x[part], scale_dtype, clips)
+        if mask is not None:
+            mask[part] = True if own is None else own
+    return values, mask
 
 
 def _codes_run(spec: Spec, x: Tensor) -> bool:
@@ -207,11 +225,13 @@ def learned_gradients(
     spec: Spec,
     parameters: Qparams,
     found: Qparams | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x [..., K] and of the parameters of its scales and zero points, from that of its rounded values.
 
     They follow `lowbit.numerics.learned_scales`, as do `parameters`. `found`: the scale and zero
-    point of `parameters`, where they were computed before.
+    point of `parameters`, where they were computed before. `in_place`: the gradient of x may take the memory of `grad`,
+    in eager code.
     """
     scale_parameter, zero_parameter = parameters
     scale, zero_point = found or qparams(spec, scale_parameter, zero_parameter)
@@ -220,7 +240,9 @@ def learned_gradients(
         return gradients(grad, codes, residual, spec, scale_parameter, zero_parameter)
     blocks, zeros = _in_blocks((scale, zero_point))
     assert blocks is not None
-    grad_x, of_scale, of_zero = kernels.fake_quantize.fake_quantize_gradients(
+    op = kernels.fake_quantize
+    found_by = op.gradients_in_place if in_place else op.fake_quantize_gradients
+    grad_x, of_scale, of_zero = found_by(
         _flat(grad),
         _flat(x),
         blocks,
@@ -299,7 +321,8 @@ def fake_quantize(
     """`spec.fake_quantize(x, scale_dtype, joint)`: the same values and gradients to the bit."""
     if joint is not None:
         return spec.fake_quantize(x, scale_dtype, joint)
-    if not runs(spec, x) or x.numel() == 0:
+    is_stack = x.ndim == 3 and not torch.compiler.is_compiling()
+    if x.numel() == 0 or not (is_stack or runs(spec, x)):
         return spec.fake_quantize(x, scale_dtype)
     values, inside = rounded(x, spec, scale_dtype)
     return StraightThrough.apply(x, values, inside.mask, inside.rule)

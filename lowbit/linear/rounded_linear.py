@@ -26,7 +26,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from lowbit.linear import fused_rounding
-from lowbit.linear.frozen.checks import unflattened
+from lowbit.linear.dequantized import grouped_gradient
+from lowbit.linear.frozen.checks import refuse_second_derivative, unflattened
 from lowbit.linear.fused_rounding import fake_quantize, learned_fake_quantize
 from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.numerics.learned_scales import following, of_factors, qparams
@@ -185,14 +186,25 @@ class Rounding:
         return fused_rounding.present_parameters(own, self.weight, scale.dtype)
 
     def learned(
-        self, grad: Tensor, weight: Any, scales: Sequence[Tensor | None], found: Any
+        self,
+        grad: Tensor,
+        weight: Any,
+        scales: Sequence[Tensor | None],
+        found: Any,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The gradients of the weight, its scale and its zero point from that of its rounded values. `scales`: those of
-        `values`; `found`: what that gave besides the values, or None."""
+        """The gradients of the weight, its scale and its zero point from that of its rounded values.
+
+        Args:
+            grad: of the rounded values. `in_place`: that of the weight may take its memory.
+            weight, scales: those of `values`.
+            found: what that gave besides the values, or None.
+        """
         scale, zero, _ = scales
         assert scale is not None
         by, unit = found or self.found(weight, scales)
-        grad, *own = fused_rounding.learned_gradients(grad, weight, self.weight, (scale, zero), by)
+        both = (scale, zero), by
+        grad, *own = fused_rounding.learned_gradients(grad, weight, self.weight, *both, in_place)
         return grad, *(own if unit is None else of_factors(own, unit))  # type: ignore[return-value]
 
     def differentiable(self, weight: Any, scales: Sequence[Tensor | None]) -> Tensor:
@@ -207,6 +219,61 @@ class Rounding:
     def runs_in_graphs(self, weight: Any) -> bool:
         """True if graphs of torch.compile can round the weight again in their backward pass."""
         return fused_rounding.runs(self.weight, weight, in_backward=True)
+
+
+@dataclass(frozen=True)
+class RoundingOfExperts(Rounding):
+    """The operands of torch's grouped product of x [M, K] and rounded experts [E, K, N].
+
+    Forward and backward each round the experts for themselves. Backward is done with the rounded ones before it makes
+    the gradient of the weight, which rounding changes in place: a stack is the largest tensor of a model.
+
+    Attributes:
+        turned: the experts lie in memory, and are rounded, as [E, N, K]. This is the weight that it gets.
+    """
+
+    turned: bool = False
+
+    def output(  # type: ignore[override]
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: None,
+        needs: Sequence[bool],
+        offsets: Tensor,
+        scale: Tensor | None,
+        zero: Tensor | None,
+    ) -> tuple[Tensor, Kept]:
+        values, _ = self.values(weight, (scale, zero, None), x.dtype)
+        if tracer.active is not None:
+            tracer.rounded(values, weight)
+        y = torch._grouped_mm(x, values.mT if self.turned else values, offs=offsets)
+        return y, (weight, x, offsets, scale, zero)
+
+    def gradients(
+        self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
+    ) -> Sequence[Tensor | None]:
+        weight, x, offsets, *scales = kept
+        scales = [*scales, None]
+        refuse_second_derivative("a grouped product of rounded experts")
+        if grad.stride() != (grad.shape[1], 1):  # as of a sum, whose rows share their memory
+            grad = grad.clone(memory_format=torch.contiguous_format)
+        learns = needs[1] or needs[5] or needs[6]
+        of_x = of_weight = of_scale = of_zero = None
+        found: Any = None
+        if needs[0] or (learns and scales[0] is None):
+            values, found = self.values(weight, scales, grad.dtype, grad)
+            if needs[0]:
+                of_x = torch._grouped_mm(grad, values if self.turned else values.mT, offs=offsets)
+            del values
+        if learns:
+            of_weight = grouped_gradient(x, grad, offsets, self.turned)
+            of_weight = of_weight.mT if self.turned else of_weight
+            if scales[0] is None:
+                of_weight = found.passed(of_weight)
+            else:
+                of_weight, of_scale, of_zero = self.learned(of_weight, weight, scales, found, True)
+        return of_x, of_weight, None, of_scale, of_zero
 
 
 class RoundingOfGathered(Rounding):
@@ -230,7 +297,12 @@ class RoundingOfGathered(Rounding):
         return ()
 
     def learned(
-        self, grad: Tensor, weight: Any, scales: Sequence[Tensor | None], found: Any
+        self,
+        grad: Tensor,
+        weight: Any,
+        scales: Sequence[Tensor | None],
+        found: Any,
+        in_place: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         return weight.gradients_by(grad, *scales[:2])
 

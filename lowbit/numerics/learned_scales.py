@@ -239,7 +239,7 @@ def with_gradients_of(
     return _LearnedFakeQuantize.apply(weight, scale_parameter, zero_parameter, spec, False)
 
 
-def _parts(weight: Tensor, spec: Spec) -> list[slice]:
+def parts_of(weight: Tensor, spec: Spec) -> list[slice]:
     """Slices of the experts of a weight [E, …], to round one after another: temporaries take some 14 times the bytes of
     a bfloat16 slice. torch.compile, which has no temporaries, gets one slice."""
     whole = [slice(None)]
@@ -273,7 +273,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
             values = crop(spec.codes_and_values(x, *own)[1], x.shape).to(x.dtype)
             return torch.where(x.isnan(), x, values) if spec.static else values
 
-        parts = _parts(weight, spec)
+        parts = parts_of(weight, spec)
         if len(parts) == 1:
             return rounded(parts[0]).detach()  # not a view, as in `StraightThrough`
         values = torch.empty_like(weight, memory_format=torch.contiguous_format)
@@ -293,7 +293,7 @@ class _LearnedFakeQuantize(torch.autograd.Function):
             codes, residual = codes_and_residual(weight[part], spec, scale[part], own)
             return gradients(grad[part], codes, residual, spec, scale_parameter[part], zero)
 
-        parts = _parts(weight, spec)
+        parts = parts_of(weight, spec)
         if len(parts) == 1:
             return *found(parts[0]), None, None
         grad_weight = torch.empty_like(grad, memory_format=torch.contiguous_format)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -19,11 +19,17 @@ from lowbit.schemes.training import (
     check_bools,
 )
 
+_STARTS = ("integers", "float8", "table")
+"""How quantized weights that training starts from are stored (`AffineTensor.stored_as`)."""
+
 
 @dataclass(frozen=True)
 class LowbitWeight(Int8Products):
     """The weight itself is in low bits, without a high-precision copy. By default no product runs int8 x int8: the
     weight is dequantized for each, which is exact. See `LowbitProducts` for the arguments.
+
+    A weight that is quantized already, such as one of `lowbit.load_pretrained`, is trained from its values, rounded to
+    the codes of the scheme.
 
     Raises TypeError, ValueError for other values, and ValueError for options of products if there are none.
     """
@@ -46,6 +52,9 @@ class LowbitWeight(Int8Products):
     def stored(self) -> str:
         """How the weight is stored, for a report."""
         raise NotImplementedError
+
+    def starts_from(self, weight: Any) -> bool:
+        return getattr(weight, "stored_as", None) in _STARTS
 
     def check(self, weight: Tensor) -> None:
         if self.products:
@@ -73,7 +82,8 @@ class LowbitWeight(Int8Products):
 @dataclass(frozen=True)
 class Int8Weight(LowbitWeight):
     """The weight itself is int8, with a scale a row and no high-precision copy; see
-    `lowbit.tensor.trained.int8_weight`.
+    `lowbit.tensor.trained.int8_weight`. Training also starts from weights that are quantized already, such as those of
+    `lowbit.load_pretrained`.
 
     Every rank loads a state dict of such weights itself: torch's `broadcast_from_rank0=True` takes plain values only,
     `value.dequantize()`. DistributedDataParallel sends the weights as they are stored, random-number offsets included.

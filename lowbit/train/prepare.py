@@ -41,7 +41,12 @@ def prepare_(
     """Make the weights of `model` train by `scheme`, in place. The report lists these weights, and those left alone.
 
     `scheme`, `filter_fn`, `device` and errors are those of `lowbit.quantize_`, with training schemes. Experts stored as
-    [experts, inputs, outputs] have no low-bit products, and are left alone unless the filter takes them.
+    [experts, inputs, outputs] have no low-bit products. A scheme that asks for some leaves them alone unless the filter
+    takes them.
+
+    Weights that are quantized already, as of `lowbit.load_pretrained`, are trained from their values where the scheme
+    says so: `Int8Weight` and `Int4Weight`, and schemes of mixed precision in the blocks in which float8 weights are
+    stored. Others stay packed.
 
     The parameters are replaced (those of mixed precision share the memory of the old ones; all keep their gradients):
     make the optimizer, and shard, afterwards. Each `nn.Linear` becomes a subclass of it, for tensor parallelism.

@@ -19,6 +19,7 @@ from lowbit.numerics.spec import Spec, crop
 from lowbit_kernels.elementwise import fake_quantize
 from lowbit_kernels.elementwise.fake_quantize import (
     fake_quantize_gradients,
+    gradients_in_place,
     reference,
     unpack_inside,
     zero_outside,
@@ -201,6 +202,11 @@ def _gradients_agree(case: Case, device: str = "cpu") -> bool:
     for a, b in zip(found[1:], wanted[1:], strict=True):
         if not torch.allclose(a, b, rtol=1e-4, atol=1e-4 * float(b.abs().max())):
             return False
+    held, *others, group_size, grid_name = arguments
+    held = held.clone()
+    again = gradients_in_place(held, *others, group_size=group_size, grid_name=grid_name)
+    if not all(equal_bits(a.cpu(), b.cpu()) for a, b in zip(again, found, strict=True)):
+        return False
     x, _, grad = case.x(device), None, torch.randn_like(case.x(device))
     _, bits = OP(x, *case.arguments(device)[1:])
     kept = unpack_inside(bits, case.group_size, case.columns)

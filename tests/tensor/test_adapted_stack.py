@@ -18,8 +18,9 @@ from torch.utils.checkpoint import (
 )
 
 import lowbit
-from lowbit.tensor.core import adapted_stack as module
-from lowbit.tensor.core.adapted_stack import GROUPED, AdaptedStack
+from lowbit.tensor.core import lazy_stack as module
+from lowbit.tensor.core.adapted_stack import AdaptedStack
+from lowbit.tensor.core.lazy_stack import GROUPED
 from lowbit_kernels.matmul.add_grouped_mm import add_grouped_mm_
 from lowbit_kernels.runtime.launches import counted
 from tests.kernels.interpreted import interpreted
@@ -97,7 +98,7 @@ def test_products_beside_each_other(
     stack = added(weight, a, b)
     with counted() as calls:
         y = GROUPED[-1](x, stack, offs=offsets)
-    assert calls["add_grouped_mm", "torch"] == 1 and not stack.is_added
+    assert calls["add_grouped_mm", "torch"] == 1 and not stack.is_read
     assert_near(results(y, x, a, b), expected(weight, a, b, x), dtype)
 
 
@@ -121,7 +122,7 @@ def test_of_a_transpose() -> None:
     ):
         stack = added(weight.mT, b.mT, a.mT)
         y = torch._grouped_mm(x, turn(stack), offs=offsets)
-        assert not stack.is_added
+        assert not stack.is_read
         assert_near(results(y, x, a, b), expected(weight, a, b, x), torch.float32)
 
 
@@ -295,7 +296,7 @@ def test_what_describes_it_makes_no_sum() -> None:
         lambda t: (t.dtype, t.device, t.layout, t.is_cuda, t.is_floating_point()),
     ):
         assert read(stack) == read(plain)
-    assert not stack.is_added
+    assert not stack.is_read
 
 
 def test_no_gradients_of_a_sum_without_them() -> None:
@@ -327,16 +328,16 @@ def test_a_change_before_the_sum_is_refused(name: str, read: Any) -> None:
     stack = added(weight, a, b)
     with torch.no_grad():
         {"a": a, "b": b, "weight": weight}[name].mul_(2)
-    with pytest.raises(RuntimeError, match="changed in place after they were added"):
+    with pytest.raises(RuntimeError, match="their adapter changed in place before"):
         read(stack, x, offsets)
-    with pytest.raises(RuntimeError, match="changed in place after they were added"):
+    with pytest.raises(RuntimeError, match="their adapter changed in place before"):
         torch._grouped_mm(x, stack, offs=offsets)
 
 
 def test_below_autograd_it_is_refused_by_name() -> None:
     weight, a, b, _, _ = operands()
     stack = added(weight, a, b)
-    refused = pytest.raises(NotImplementedError, match=r"call \.values\(\) for the sum first")
+    refused = pytest.raises(NotImplementedError, match=r"call \.values\(\) for plain values first")
     with torch._C.DisableTorchFunctionSubclass(), refused:
         stack + 1
 

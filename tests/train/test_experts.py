@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from lowbit import BitNet, BitNetTensor, Int8Weight, trace, train
+from lowbit import BitNet, BitNetTensor, Int4Weight, Int8Weight, trace, train
 from lowbit.tensor.frozen.ternary import pack_ternary
 from tests.scaled_products import scaled_products
 from tests.traced import low_bit, ran_in, reasons
@@ -174,3 +174,32 @@ def test_other_products_are_refused():
         weight = prepared(Experts(by_index), scheme).weight
         with pytest.raises(NotImplementedError, match=r"filter_fn.* no gradient reaches it"):
             weight @ values(3, 64, 5)
+
+
+@pytest.mark.parametrize("scheme", [Int8Weight(), Int4Weight(16)], ids=lambda s: type(s).__name__)
+@pytest.mark.parametrize("turned", [True, False], ids=["[E, N, K]", "[E, K, N]"])
+def test_grouped_products_in_high_precision_keep_no_values(scheme, turned):
+    """Backward makes them again: the gradients of torch's product of the same values, also of a sum, whose rows share
+    their memory."""
+    offs = torch.tensor([5, 5, 16], dtype=torch.int32)
+
+    def product(x, w):
+        return torch._grouped_mm(x, w.mT if turned else w, offs=offs)
+
+    model = Experts(product, (3, 24, 64) if turned else (3, 64, 24)).bfloat16()
+    low = prepared(model, scheme)
+    exact = Experts(product).bfloat16()
+    exact.weight = nn.Parameter(low.weight.dequantize().contiguous())
+    kept = []
+    x = values(16, 64).bfloat16()
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        low(x.clone().requires_grad_())
+    plain = [t for t in kept if type(t) is torch.Tensor and t.is_floating_point()]
+    assert kept and all(t.numel() <= x.numel() for t in plain)
+    found, expected = outcome(low, x), outcome(exact, x)
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    own = x.clone().requires_grad_()
+    low(own).sum().backward()
+    wanted = exact.weight.detach().double().sum(1 if turned else 2)[[0] * 5 + [2] * 11]
+    assert snr(own.grad, wanted) > 40

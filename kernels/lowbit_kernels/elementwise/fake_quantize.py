@@ -433,6 +433,26 @@ def _launch_gradients(
     return fake_quantize_triton.gradients(grad, x, scale, zero_point, group_size, grid)
 
 
+def gradients_in_place(
+    grad: Tensor,
+    x: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None,
+    *,
+    group_size: int,
+    grid_name: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`fake_quantize_gradients`, whose grad_x takes the memory of `grad` where that is contiguous. For eager code:
+    torch.compile does not see it, and the arguments, which are those of the op, are not checked."""
+    grid = Grid.named(grid_name)
+    if not _runs_triton(x, grid, group_size):
+        return fake_quantize_gradients(
+            grad, x, scale, zero_point, group_size=group_size, grid_name=grid_name
+        )
+    ran("fake_quantize_gradients", "triton")
+    return fake_quantize_triton.gradients(grad, x, scale, zero_point, group_size, grid, True)
+
+
 @fake_quantize_descent.kernel
 def _launch_descent(
     grad,

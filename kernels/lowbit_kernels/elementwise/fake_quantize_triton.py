@@ -432,14 +432,18 @@ def codes(
     return out, scale.to(scale_dtype), zero if zero_dtype is None else zero.to(zero_dtype)
 
 
-def gradients(grad, x, scale, zero_point, group_size, grid) -> tuple[Tensor, Tensor, Tensor]:
-    """``lowbit::fake_quantize_gradients``; the arguments have been checked, R and C are > 0."""
+def gradients(
+    grad, x, scale, zero_point, group_size, grid, in_place=False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """``lowbit::fake_quantize_gradients``; the arguments have been checked, R and C are > 0. `in_place`: grad_x takes
+    the memory of `grad`, where it is contiguous."""
     rows, columns = x.shape
     groups = -(-columns // group_size)
     dtype, stored = grad.dtype, stored_dtype(grad.dtype, grad.device)
     operands = grad, x, scale, zero_point
     grad, x = _dense_rows(grad), _dense_rows(x)
-    grad_x = grad.new_empty((rows, columns), dtype=stored)
+    fits = in_place and grad.is_contiguous() and stored is dtype
+    grad_x = grad if fits else grad.new_empty((rows, columns), dtype=stored)
     sums = [x.new_empty((rows, groups), dtype=torch.float32) for _ in range(2)]
     tiling = _tiling(columns, group_size, rows * groups)
     if tiling["SIZE"] > 2048:  # it reads each element once, however long the block is

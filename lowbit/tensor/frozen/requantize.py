@@ -141,6 +141,21 @@ def holds(weight: Any, values: Tensor) -> bool:
     return all(_is_near(own, part.dequantize(), 2 * coarser) for part, own in parts)
 
 
+def is_nearest(weight: Any, values: Tensor) -> bool:
+    """True if each code of `weight` is the one nearest to `values` [..., N, K] by its scale, or one of two that are.
+
+    `weight`: an AffineTensor of integers without zero points, of this shape, that is not transposed."""
+    parts = _row_chunks(weight, values)
+    return weight.numel() == 0 or all(_is_nearest(part, own) for part, own in parts)
+
+
+def _is_nearest(weight: Any, values: Tensor) -> bool:
+    spec = weight.spec
+    step = _for_elements(spec, weight.scale_values(), values)
+    error = weight._with(dtype=torch.float32).dequantize().sub_(values.float()).abs_()
+    return bool((error <= step * (0.5 + 2.0**-10)).all())
+
+
 def _is_near(values: Tensor, held: Tensor, tolerance: float) -> bool:
     held = held.to(torch.promote_types(values.dtype, torch.float32))
     change = values - held

@@ -125,7 +125,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
 
     @classmethod
     def prepared(cls, weight: Tensor, scheme: Int8Weight, name: str) -> Int8WeightTensor:
-        return cls(weight, scheme, name)
+        """A quantized weight is trained from the values that its codes stand for."""
+        values = weight.dequantize() if isinstance(weight, LowbitTensor) else weight
+        return cls(values, scheme, name)
 
     def frozen(self) -> LowbitTensor:
         """An AffineTensor of the same codes and scales."""
@@ -160,13 +162,14 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         return values
 
     def _fits_the_op(self) -> bool:
-        return self.ndim == 2 and self.numel() > 0 and self.dtype is not torch.float64
+        return self.ndim > 1 and self.numel() > 0 and self.dtype is not torch.float64
 
     def _by_the_op(self) -> Tensor:
-        """The values of a matrix in one kernel, with the bits of PyTorch's operations."""
+        """The values in one kernel, with the bits of PyTorch's operations."""
+        codes, scale = self.codes.flatten(0, -2), self.scale.flatten(0, -2)
         return kernels.dequantize.dequantize(
-            self.codes, self.scale, group_size=self._group(), size=self.shape[1], dtype=self.dtype
-        )
+            codes, scale, group_size=self._group(), size=self.shape[-1], dtype=self.dtype
+        ).view(self.shape)
 
     def _group(self) -> int:
         """Elements of a row that share a scale."""
@@ -198,7 +201,9 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         if self.transposed or self.flat_from is not None or remainder.of(self.codes) is not None:
             super().write_master(out)
         elif self.codes.is_cuda and self._fits_the_op():
-            kernels.dequantize.dequantize_into(out, self.codes, self.scale, self._group())
+            codes, scale = self.codes.flatten(0, -2), self.scale.flatten(0, -2)
+            rows = out.view(-1, self.shape[-1])
+            kernels.dequantize.dequantize_into(rows, codes, scale, self._group())
         else:
             torch.mul(self.unpacked(), self.spread_scale(), out=out)  # in one pass
 
