@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import check_module, is_tuner
+from lowbit.convert import check_module, frozen_families, is_tuner
 from lowbit.convert.owners import find_owners
 from lowbit.convert.siblings import family_of
 from lowbit.inference.calibration.step import Step
@@ -94,14 +94,15 @@ def merge_(
         _check_shared(model, layers)
     learn = None if batches is None else Learned(model, batches, steps)
     report, names = MergeReport(), None if adapter_names is None else list(adapter_names)
-    families = _families(model)
+    families = {id(w): [*f.values()] for f in frozen_families(model) for w in f.values()}
     keeps = keep_base or learn is not None
     done: list[Kept] = [] if learn is None else learn.vectors()
     sums: list[Sum] = []
     try:
         with progress("merging adapters", len(layers), unit="layers") as advance:
             for name, layer in layers.items():
-                siblings = _Siblings(families.get(family_of(name) or "", []), done)
+                base = getattr(layer.get_base_layer(), attribute_of(layer), None)
+                siblings = _Siblings(families.get(id(base), []), done)
                 before = Kept.of_layer(layer)
                 done.append(before)
                 found = _merge(name, layer, names, report, siblings)
@@ -155,16 +156,6 @@ def _merge(
                 raise ValueError(f"{own} and its adapters: {error}") from error
     report.layers.append(measured(own, weight, merged, before))
     return Sum(layer, weight, merged, len(report.layers) - 1) if changes else None
-
-
-def _families(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The frozen weights that share a part of their scales with siblings, by the name of the family."""
-    found: dict[str, list[nn.Parameter]] = {}
-    for name, param in model.named_parameters():
-        family = family_of(name)
-        if family is not None and isinstance(param, AffineTensor) and param.spec.joins:
-            found.setdefault(family, []).append(param)
-    return found
 
 
 @dataclass

@@ -232,36 +232,6 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         return made
 
     @classmethod
-    def of_siblings(
-        cls,
-        weights: Sequence[Tensor],
-        schemes: Sequence[Scheme],
-        scales: str | None,
-        joint: Tensor | None,
-    ) -> list[AffineTensor]:
-        """`quantized` of siblings, with its errors. They multiply the same inputs, so a search that suits these takes
-        them from all of the weights.
-
-        Args:
-            weights: [..., N, K] that differ in N alone, on one device.
-            schemes: one a weight, of one `Spec`, without static activations.
-            scales, joint: as for `quantized`; `joint` of all weights.
-        """
-        spec, both = schemes[0].weight, [*zip(weights, schemes, strict=True)]
-        if scales != "searched" or spec.scales is None:
-            return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in both]
-        try:
-            made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
-        except ValueError as error:
-            raise ValueError(f"with the siblings that share its scales: {error}") from error
-        parts = made.split([w.shape[-2] for w in weights], -2)
-        found = []
-        for part, (weight, scheme) in zip(parts, both, strict=True):
-            found.append(part.clone()._with(dtype=weight.dtype, activation=scheme.activation))
-            check_finite(found[-1], weight)  # again, since torch.cat may widen
-        return found
-
-    @classmethod
     def quantized(
         cls,
         weight: Tensor,
@@ -419,18 +389,21 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         """The tensor that holds these codes and is not transposed, and `values` [..., N, K] as it holds them."""
         return (self._transposed(), values.transpose(-2, -1)) if self.transposed else (self, values)
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        """Raises ValueError for NaN and infinite values, since one makes its whole block useless."""
+    def _encode(self, values: Tensor, joint: Tensor | None = None) -> dict[str, Tensor | None]:
+        """Raises ValueError for NaN and infinite values, since one makes its whole block useless. `joint`: what the
+        scales share with siblings (`Spec.joint_part`)."""
         weight, stored = self._as_stored(values)
         if type(weight) is not type(self):
-            return weight._encode(stored)
+            return weight._encode(stored, joint)
         is_known = not values.is_meta and not torch.compiler.is_compiling()
         if is_known and (bad := count_nonfinite(values)):
             raise ValueError(
                 f"{bad} NaN or infinite values of {values.numel()} cannot be written into {self!r}: repair or reload "
                 "them first"
             )
-        found = {**self._encode_as(stored, self.spec, self.scale.dtype), **self._of_input()}
+        own = (None, joint) if self.spec.scales is not None or joint is None else ((joint, None),)
+        found = self._encode_as(stored, self.spec, self.scale.dtype, *own)
+        found.update(self._of_input())
         check_reach(self.spec, found)
         check_finite(self._with(found), values)
         return found

@@ -102,7 +102,7 @@ class TernaryTensor(AffineTensor):
             "lowbit.dequantize_(model) before merging into it)"
         )
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+    def _encode(self, values: Tensor, joint: Tensor | None = None) -> dict[str, Tensor | None]:
         return {**_encoded(values.transpose(-2, -1) if self.transposed else values)}
 
     def _blocks_along(self, dim: int) -> int:
