@@ -39,7 +39,7 @@ from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Layer, Start, Step
 from lowbit.layers.static_input import input_qparams, take_input
 from lowbit.progress import progress
-from lowbit.tensor.core.checks import check_weight
+from lowbit.tensor.core.checks import check_finite, check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.requantize import write
@@ -281,8 +281,13 @@ class Run:
         for target, moments in zip(group.targets, group.moments, strict=True):
             if not moments.is_finite:
                 done = len(self.report.layers) - len(self.waiting)
+                narrow = ""
+                if target.weight.dtype is torch.float16:
+                    narrow = (
+                        "In float16, products beyond 65504 are infinite; in bfloat16 they are not. "
+                    )
                 raise ValueError(
-                    f"the inputs of {target.fqn} have NaN or infinite values, or too large ones to square. "
+                    f"the inputs of {target.fqn} have NaN or infinite values, or too large ones to square. {narrow}"
                     f"{done} of {self.total} weights are quantized already, the others are plain. "
                     f"{self.memory.way_out}"
                 )
@@ -456,6 +461,7 @@ def _made(weight: Weight, target: Target) -> Tensor:
     if weight.start is not None:
         held: Tensor = weight.start.held
         write(held, weight.values, weight.qparams)
+        check_finite(held, weight.values)
         return held
     activation = target.scheme.activation
     of_input = None
@@ -464,6 +470,7 @@ def _made(weight: Weight, target: Target) -> Tensor:
     qparams, joint = weight.qparams, weight.joint
     made = AffineTensor.from_float(weight.values, target.scheme, qparams, of_input, joint)
     made = made._with(dtype=weight.original.dtype)
+    check_finite(made, weight.values)
     if weight.rotation > 1:
         return RotatedTensor.of_matrix(made, weight.rotation)
     if weight.is_compressed:
