@@ -337,4 +337,4 @@ def test_rounding_is_said_once() -> None:
             layer.weight.data += 0.1
     assert len(said) == 1
     assert "rounded to its own codes" in str(said[0].message)
-    assert "lowbit.dequantize_(model) before merging" in str(said[0].message)
+    assert "lowbit.dequantize_(model) before the change" in str(said[0].message)

@@ -8,7 +8,8 @@ Arithmetic, which tools that merge adapters into a model do:
 
 Other writes quantize again, so a change smaller than half a quantization step is mostly lost. Each block keeps its
 scale unless a new one has the smaller error, so values that do not change keep their bits. A write to a part that
-shares scales with other values, such as columns of int8 rows, raises NotImplementedError. `lowbit.dequantize_(model)`
+shares scales with other values, such as columns of int8 rows, raises NotImplementedError, unless these scales give the
+new values exactly, as they give zeros. `lowbit.dequantize_(model)`
 before merging loses nothing.
 """
 
@@ -98,6 +99,7 @@ def _values(x: Any) -> Any:
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
     *(aten.add_.Scalar, aten.mul_.Scalar, aten.div_.Scalar),
     *(aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcdiv_.default),
+    *(aten.zero_.default, aten.fill_.Scalar, aten.masked_fill_.Scalar, aten.index_put_.default),
 )
 def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Computes in float32, or in float64 for float64 weights."""

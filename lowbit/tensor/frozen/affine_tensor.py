@@ -48,7 +48,7 @@ from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient
 from lowbit.tensor.frozen.op_arguments import ReadByOps
 from lowbit.tensor.frozen.products import multiplied, rounded_for_experts
-from lowbit.tensor.frozen.requantize import check_room, holds, requantize, rescale
+from lowbit.tensor.frozen.requantize import check_room, holds, requantize, rescale, write_exactly
 from lowbit.tracing.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
@@ -440,7 +440,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
     def requantize_(self, values: Tensor) -> None:
         """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
-        Multiples of what the blocks hold multiply their scales, which loses nothing.
+        Multiples of what the blocks hold multiply their scales, which loses nothing, and values that the present scales
+        give exactly, as those of a pruned weight, keep the scales.
 
         Warns where it rounds. Raises ValueError for values of another shape, and for those that are not finite or round
         to infinity. The weight then stays unchanged.
@@ -451,15 +452,14 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if type(weight) is not type(self):
             weight.requantize_(stored)
             return
-        if rescale(weight, stored):
+        if rescale(weight, stored) or write_exactly(weight, stored):
             return
         check_weight(values, f"the new value of {type(self).__name__} {tuple(self.shape)}")
         check_room(weight, stored, requantize)
         warnings.warn(
             f"{type(self).__name__} of {self.spec.format} takes new values, rounded to its own codes: changes below "
-            "half the distance of two of them are lost. lowbit.peft.merge_(model, batches=…) learns the rounding, for "
-            "low-bit files and export(…, like=folder); for a plain model, which loses nothing, call "
-            "lowbit.dequantize_(model) before merging",
+            "half the distance of two of them are lost. lowbit.dequantize_(model) before the change loses nothing. To "
+            "merge adapters into low-bit weights, lowbit.peft.merge_(model, batches=…) learns the rounding",
             stacklevel=1,  # this line, so that all weights together warn once
         )
         requantize(weight, stored)
@@ -470,6 +470,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if self.transposed:
             return self._transposed().holds(values.transpose(-2, -1))
         return holds(self, values)
+
+    def write_exactly(self, values: Tensor) -> bool:
+        return self.flat_from is None and write_exactly(*self._as_stored(values))
 
     def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
         """Scales and zero points of padded values x: the inner tensors, by name, and as `lowbit.numerics.affine` takes
