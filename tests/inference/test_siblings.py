@@ -133,3 +133,26 @@ def test_the_hook_goes_with_the_weights() -> None:
     assert hooked() == ["attention"]
     lb.dequantize_(model)
     assert not hooked() and not model.attention._load_state_dict_pre_hooks
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(lb.Int1WeightOnly(), lb.Int2WeightOnly(), lb.Int4WeightOnly(32)),
+        lb.Scheme(
+            lb.Spec(lb.Int(4), lb.PerGroup(32), "float_zero_point", scale_format="super_block")
+        ),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_loaded_values_get_the_scales_of_quantize(scheme: lb.Scheme, dtype: torch.dtype) -> None:
+    """Those of few codes are searched."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 8, bias=False, dtype=dtype))
+    model = copy.deepcopy(plain)
+    with torch.no_grad():
+        plain[0].weight.mul_(3)
+    expected = quantized(copy.deepcopy(plain), scheme)
+    quantized(model, scheme).load_state_dict(plain.state_dict())
+    assert same_bits(model[0].weight, expected[0].weight)

@@ -36,7 +36,6 @@ LLAMA: dict[str, Any] = {
 PUBLISHED = {
     "gpt-oss MXFP4": "gpt_oss",
     "DeepSeek-V3 float8": "deepseek_v2",
-    "Kimi K2 int4": "deepseek_v2",
     "Qwen3-MoE float8": "qwen3_moe",
     "Qwen3-MoE int4": "qwen3_moe",
     "Qwen3 NVFP4": "qwen3",

@@ -85,6 +85,12 @@ def products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
     *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
     *(aten.amax.default, aten.amin.default, aten.std.correction),
     *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
+    *(
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.rand_like.default,
+        aten.randn_like.default,
+    ),
     *(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default),
 )
 def _read(func: Any, args: Any, kwargs: Any) -> Tensor:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -254,8 +255,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if joint is not None and (spec.scales is None or scales != "searched"):
             return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
         if scales is None:
-            is_searched = spec.has_few_codes or spec.super_blocks is not None
-            scales = "searched" if is_searched else "minmax"
+            scales = "searched" if spec.is_searched else "minmax"
         if scales == "searched":
             return cls.searched(weight, scheme, input_qparams=input_qparams, joint=joint)
         return cls.from_float(weight, scheme, input_qparams=input_qparams)
@@ -390,8 +390,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         return (self._transposed(), values.transpose(-2, -1)) if self.transposed else (self, values)
 
     def _encode(self, values: Tensor, joint: Tensor | None = None) -> dict[str, Tensor | None]:
-        """Raises ValueError for NaN and infinite values, since one makes its whole block useless. `joint`: what the
-        scales share with siblings (`Spec.joint_part`)."""
+        """By the default scales of `quantized`. Raises ValueError for NaN and infinite values, since one makes
+        its whole block useless. `joint`: what the scales share with siblings (`Spec.joint_part`)."""
         weight, stored = self._as_stored(values)
         if type(weight) is not type(self):
             return weight._encode(stored, joint)
@@ -401,8 +401,20 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
                 f"{bad} NaN or infinite values of {values.numel()} cannot be written into {self!r}: repair or reload "
                 "them first"
             )
-        own = (None, joint) if self.spec.scales is not None or joint is None else ((joint, None),)
-        found = self._encode_as(stored, self.spec, self.scale.dtype, *own)
+        spec, dtype = self.spec, self.scale.dtype
+        if spec.scales is None and joint is not None:
+            found = self._encode_as(stored, spec, dtype, (joint, None))
+        elif (
+            is_known
+            and stored.numel()
+            and spec.is_searched
+            and representation_of(spec) is type(self)
+        ):
+            has_own = spec.scales is not None or spec.super_blocks is not None
+            searched = spec if has_own else replace(spec, scale_dtype=dtype)
+            found = {**AffineTensor.searched(stored, searched).inner_tensors()}
+        else:
+            found = self._encode_as(stored, spec, dtype, None, joint)
         found.update(self._of_input())
         check_reach(self.spec, found)
         check_finite(self._with(found), values)
@@ -480,7 +492,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if self.spec.scales is not None:
             found = self.spec.choose_scales(x, kept=self.inner_tensors())
             return {"scale": found["scale"]}, (self.spec.scales.decode(found), None)
-        scale, zero_point = self.spec.choose_qparams(x, self.scale.dtype)
+        searches = self.spec.is_searched and not x.is_meta and not torch.compiler.is_compiling()
+        choose = self.spec.search_qparams if searches else self.spec.choose_qparams
+        scale, zero_point = choose(x, self.scale.dtype)
         point = {} if zero_point is None else {"zero_point": zero_point}
         return {"scale": scale, **point}, (scale, zero_point)
 
