@@ -459,7 +459,7 @@ def _kept_joint(held: Any) -> Tensor | None:
 def _made(weight: Weight, target: Target) -> Tensor:
     """The quantized weight."""
     if weight.start is not None:
-        held: Tensor = weight.start.held
+        held: AffineTensor = weight.start.held
         write(held, weight.values, weight.qparams)
         check_finite(held, weight.values)
         return held

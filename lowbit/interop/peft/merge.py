@@ -172,7 +172,7 @@ class _Siblings:
         lost: the norm of what each loses by a scale that is too large for it.
     """
 
-    weights: list[nn.Parameter]
+    weights: list[Any]
     kept: list[Kept]
     lost: dict[Any, float]
 
