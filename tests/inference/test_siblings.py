@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -78,6 +79,20 @@ def test_stacked_experts() -> None:
     found.load_state_dict(plain.state_dict())
     for name, weight in found.named_parameters():
         assert same_bits(weight, expected.get_parameter(name))
+
+
+@pytest.mark.parametrize("way", ["calibrate", "assigned"])
+def test_other_ways_to_low_bits(way: str, tmp_path: Path) -> None:
+    scheme, model, plain = lb.NVFP4WeightOnly(), Block(0), Block(1)
+    if way == "calibrate":
+        lb.calibrate(model, scheme, steps=[lb.inference.Search()])
+    else:
+        lb.save(quantized(Block(2), scheme).state_dict(), tmp_path / "block.safetensors")
+        model.load_state_dict(lb.load(tmp_path / "block.safetensors"), assign=True)
+        lb.inference.freeze_(model)
+    model.load_state_dict(plain.state_dict())
+    for name, weight in weights(quantized(plain, scheme)).items():
+        assert same_bits(weights(model)[name], weight)
 
 
 def test_a_state_dict_of_qat() -> None:

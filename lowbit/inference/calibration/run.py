@@ -24,6 +24,7 @@ from lowbit.convert import (
     replace_weights,
     rounding_owners,
     shape_of_blocks,
+    watch_joined,
 )
 from lowbit.inference.calibration.batches import MASK, Batches, mask_of
 from lowbit.inference.calibration.inputs import Moments
@@ -156,6 +157,7 @@ class Run:
         take_input(modules)
         self.report.notes = self.notes()
         self.report.seconds = time.perf_counter() - self.began
+        watch_joined(self.model)
         return self.report.count(self.model)
 
     def _quantize(self, blocks: Sequence[nn.Module] | None, cache: Cache) -> None:
