@@ -290,7 +290,7 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         False for classes whose encoding restores such values itself."""
         return False
 
-    def write_exactly(self, values: Tensor) -> bool:
+    def _write_exactly(self, values: Tensor) -> bool:
         """Write `values` by the present scales if codes of these give them exactly, as those of zeros do. Returns
         whether it did."""
         return False

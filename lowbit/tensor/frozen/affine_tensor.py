@@ -483,7 +483,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             return self._transposed().holds(values.transpose(-2, -1))
         return holds(self, values)
 
-    def write_exactly(self, values: Tensor) -> bool:
+    def _write_exactly(self, values: Tensor) -> bool:
         return self.flat_from is None and write_exactly(*self._as_stored(values))
 
     def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
