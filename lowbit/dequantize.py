@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners
+from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners, watch_joined
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.qat.lora import merging_layers
 from lowbit.tensor.core.base import LowbitTensor
@@ -70,6 +70,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
         report = replace_prepared(
             model, targets, lambda t: _plain(t, joint), note, trainable=True, report=report
         )
+    watch_joined(model)
     if filter_fn is None:
         forget_prepared(model, report)
     return report.count(model)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,11 @@ _FIELDS = (
     "moe_intermediate_size",
     "intermediate_size",
     "num_key_value_heads",
+    *("num_kv_heads", "multi_query", "new_decoder_architecture"),
     "head_dim",
+    "type_vocab_size",
+    "is_decoder",
+    "is_encoder_decoder",
 )
 """The fields of config.json that `DecoderSizes` is made of."""
 
@@ -93,14 +97,27 @@ def read(path: Path) -> ModelShapes:
         folder = Folder(path)
         if folder.format is None:
             weights = {name: folder.plain_shape(name) for name in folder.plain}
-            return ModelShapes(weights, sizes, "the shards")
+            return _measured(ModelShapes(weights, sizes, "the shards"), file)
     weights, why = ({}, why) if made is None else _built_by_transformers(made)
     if why:
         kind = config.get("model_type")
         raise FormatError(
             f"{file}: no shapes of a {kind!r}: {why}; or give a folder with its plain weights"
         )
-    return ModelShapes(weights, sizes, "transformers")
+    return _measured(ModelShapes(weights, sizes, "transformers"), file)
+
+
+def _measured(model: ModelShapes, file: Path) -> ModelShapes:
+    """`model` with the width between up and down where its config names none, as GPT-2's, BLOOM's and OPT's: the widest
+    input of a product that gives the residual stream. Raises FormatError: no such product."""
+    hidden = model.sizes.hidden
+    if model.sizes.inner:
+        return model
+    shapes = [model.weights[name] for name in model.matrices()]
+    inner = max((shape[-1] for shape in shapes if shape[-2] == hidden), default=0)
+    if not inner:
+        raise FormatError(f"{file} has no intermediate_size, and no weight has {hidden} outputs")
+    return replace(model, sizes=replace(model.sizes, inner=inner))
 
 
 def _config(file: Path) -> dict[str, Any]:
@@ -127,22 +144,26 @@ def _of_decoder(written: Mapping[str, Any], text: Any) -> dict[str, Any]:
 
 
 def _check_decoder(config: Mapping[str, Any], file: Path) -> None:
-    """Raise FormatError for an encoder, such as BERT: its activations are others, and it has no cache."""
+    """Raise FormatError for an encoder, such as BERT or the one of T5: its activations are others, and it has no
+    cache."""
     fills_in = any(str(name).endswith("ForMaskedLM") for name in config.get("architectures") or ())
-    if (fills_in or config.get("type_vocab_size")) and not config.get("is_decoder"):
+    is_encoder = (fills_in or config.get("type_vocab_size")) and not config.get("is_decoder")
+    if is_encoder or config.get("is_encoder_decoder"):
+        and_decoder = " and a decoder" if config.get("is_encoder_decoder") else ""
         raise FormatError(
-            f"{file} describes an encoder, {config.get('model_type')}, and the estimate is one of decoders, as Llama; "
-            "lowbit inspect gives the bytes of its weights"
+            f"{file} describes an encoder{and_decoder}, {config.get('model_type')}, and the estimate is one of "
+            "decoders, as Llama; lowbit inspect gives the bytes of its weights"
         )
 
 
 def _sizes(config: Mapping[str, Any], file: Path, why: str) -> DecoderSizes:
+    """`inner` is 0 where transformers knows the model and its config names no such width."""
     wrong = [name for name in _NEEDED if not _is_size(config.get(name))]
     width_name = "moe_intermediate_size"
     if not config.get(width_name):
         width_name = "intermediate_size"
     inner = config.get(width_name)
-    if not _is_size(inner):
+    if why if inner is None else not _is_size(inner):
         wrong.append(width_name)
     if absent := [name for name in wrong if config.get(name) is None]:
         raise FormatError(
@@ -154,7 +175,9 @@ def _sizes(config: Mapping[str, Any], file: Path, why: str) -> DecoderSizes:
         raise FormatError(f"{file}: {found}; accepted: whole numbers above 0")
     layers, hidden, heads, vocabulary = (int(config[name]) for name in _NEEDED)
     head = int(config.get("head_dim") or hidden // heads)
-    groups = int(config.get("num_key_value_heads") or heads)
+    groups = int(config.get("num_key_value_heads") or config.get("num_kv_heads") or heads)
+    if config.get("multi_query") and not config.get("new_decoder_architecture"):
+        groups = 1  # Falcon 7B, whose config counts 71, and GPT-BigCode
     visited = int(config.get("num_experts_per_tok") or 1) if _experts(config) else 1
     width = int(inner or 0) * visited
     return DecoderSizes(layers, hidden, heads * head, groups * head, width, vocabulary)
@@ -187,10 +210,12 @@ def _built_by_transformers(made: Any) -> tuple[dict[str, Shape], str]:
     """The parameters of the model that transformers builds on meta, and ""; none and the reason if it does not."""
     import transformers
 
+    of_text = transformers.AutoModelForCausalLM, transformers.AutoModelForImageTextToText
+    kind = next((auto for auto in of_text if type(made) in auto._model_mapping), of_text[0])
     try:
         with torch.device("meta"), EmptyOnMeta(_MOST_WEIGHTS):
             # Otherwise transformers asks whether it may run code of the folder.
-            model = transformers.AutoModelForCausalLM.from_config(made, trust_remote_code=False)
+            model = kind.from_config(made, trust_remote_code=False)
     except Exception as error:
         return {}, _refused(transformers.__version__, error)
     return {name: tuple(p.shape) for name, p in model.named_parameters()}, ""

@@ -20,6 +20,11 @@ from lowbit.convert.choice import NAMED as NAMED
 from lowbit.convert.choice import Choice as Choice
 from lowbit.convert.experts import routers_among as routers_among
 from lowbit.convert.experts import stacked as stacked
+from lowbit.convert.joined import alike as alike
+from lowbit.convert.joined import families_of as families_of
+from lowbit.convert.joined import frozen_families as frozen_families
+from lowbit.convert.joined import joint_parts as joint_parts
+from lowbit.convert.joined import watch_joined as watch_joined
 from lowbit.convert.owners import Owner as Owner
 from lowbit.convert.owners import check_module as check_module
 from lowbit.convert.owners import find_owners as find_owners
@@ -42,13 +47,9 @@ from lowbit.convert.walk import Filter as Filter
 from lowbit.convert.walk import Schemes as Schemes
 from lowbit.convert.walk import Target as Target
 from lowbit.convert.walk import TrainingSchemes as TrainingSchemes
-from lowbit.convert.walk import alike as alike
-from lowbit.convert.walk import families_of as families_of
 from lowbit.convert.walk import find_targets as find_targets
 from lowbit.convert.walk import is_conv as is_conv
 from lowbit.convert.walk import is_turned as is_turned
-from lowbit.convert.walk import joint_part as joint_part
-from lowbit.convert.walk import joint_parts as joint_parts
 from lowbit.convert.walk import modules_of as modules_of
 from lowbit.convert.walk import own_schemes as own_schemes
 from lowbit.convert.walk import rounding_owners as rounding_owners

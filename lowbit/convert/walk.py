@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,10 +15,9 @@ from lowbit.convert.choice import NAMED, Choice
 from lowbit.convert.experts import is_bias, stores_inputs_first
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
 from lowbit.convert.report import Entry, Report
-from lowbit.convert.siblings import families, group_of
+from lowbit.convert.siblings import group_of
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.numerics.sharded import held_locally, is_dtensor
-from lowbit.numerics.spec import Spec
 from lowbit.schemes.low_bit_weights import LowbitWeight
 from lowbit.schemes.scheme import Scheme
 from lowbit.schemes.training import TrainingScheme
@@ -85,53 +84,6 @@ def shape_of_blocks(target: Target) -> tuple[int, ...]:
     if is_conv(target):
         return tuple(matrix_shape(shape))
     return (*shape[:-2], shape[-1], shape[-2]) if is_turned(target) else shape
-
-
-# ---- siblings -------------------------------------------------------------------------------------------------
-
-
-def families_of(targets: Sequence[Target]) -> list[list[Target]]:
-    """The targets, two or more at a time, that are siblings (`lowbit.convert.siblings`) and whose schemes join a part
-    of their scales."""
-    by_name = {target.fqn: target for target in targets if _joins(target)}
-    weights = {
-        name: (
-            [owner.fqn for owner in target.owners],
-            alike(target.scheme.weight, shape_of_blocks(target)),
-        )
-        for name, target in by_name.items()
-    }
-    return [[by_name[name] for name in group] for group in families(weights)]
-
-
-def _joins(target: Target) -> bool:
-    return target.scheme.weight.joins and target.weight.ndim >= 2 and not is_conv(target)
-
-
-def alike(spec: Spec, shape: Sequence[int]) -> Hashable:
-    """The properties in which siblings must agree to share a part of their scales."""
-    return spec, tuple(shape[:-2]), shape[-1]
-
-
-def joint_parts(targets: Sequence[Target], searched: bool = False) -> dict[str, Tensor]:
-    """The shared part of each family of weights, by the first name of each weight. `searched`: as for `joint_part`."""
-    found: dict[str, Tensor] = {}
-    for family in families_of(targets):
-        weights = [target.weight for target in family]
-        shared = joint_part(family[0].scheme.weight, weights, searched)
-        found |= {target.fqn: shared for target in family}
-    return found
-
-
-@torch.no_grad()
-def joint_part(spec: Spec, weights: Sequence[Tensor], searched: bool = False) -> Tensor:
-    """`Spec.joint_part` of plain weights, with scales of the dtype that these weights get. `searched`: the scales with
-    the smallest squared error over all weights, as `Spec.search_qparams` finds them."""
-    dtype = spec.scale_dtype_for(weights[0].dtype)
-    own = [weight.detach() for weight in weights]
-    if searched and spec.scales is None:
-        return spec.search_qparams(torch.cat([w.to(own[0].device) for w in own], -2), dtype)[0]
-    return spec.joint_part(own, dtype)
 
 
 def own_schemes(model: nn.Module) -> dict[str, Scheme]:

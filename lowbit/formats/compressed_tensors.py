@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -67,6 +67,11 @@ _PARTS = (
     *("weight_global_scale", "weight_g_idx"),
     *("input_scale", "input_zero_point", "input_global_scale"),
 )
+
+
+_MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""Layers that servers merge, and their parts. SGLang knows the parts for some models, and for
+others, such as DeepSeek's and Kimi's, it looks for the merged name; published folders of Kimi K2 list it too."""
 
 
 class CompressedTensors(Format):
@@ -175,7 +180,7 @@ class CompressedTensors(Format):
                 }
                 for i, (settings, layers) in enumerate(groups.values())
             },
-            "ignore": sorted(plain),
+            "ignore": sorted({*plain, *_merged(plain)}),
         }
 
     def notes(self, weights: Mapping[str, LowbitTensor]) -> list[str]:
@@ -308,6 +313,15 @@ def _spec_from(args: Any, what: str) -> Spec:
         raise FormatError(
             f"{what} {dict(args)} are not settings that lowbit represents: {error}"
         ) from error
+
+
+def _merged(plain: Collection[str]) -> Iterator[str]:
+    """The names of merged layers of which all parts are among these."""
+    for name in plain:
+        around, dot, own = name.rpartition(".")
+        for merged, parts in _MERGED.items():
+            if own == parts[0] and all(f"{around}{dot}{part}" in plain for part in parts):
+                yield f"{around}{dot}{merged}"
 
 
 def _settings(weight: LowbitTensor) -> dict[str, Any]:

@@ -22,13 +22,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lowbit.convert import alike, joint_part
+from lowbit.convert import alike
 from lowbit.convert.siblings import family_of, group_of
 from lowbit.formats.base import Format, FormatError, Parts, layer_of
 from lowbit.formats.sources import Item
 from lowbit.numerics.snr import snr
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.siblings import joint_part
 
 Ready = tuple[Item, Parts]
 """A tensor in the target's format, and its parts."""

@@ -22,7 +22,6 @@ from lowbit.convert import (
     check_schemes,
     first_match,
     has_static,
-    joint_part,
     of_unused,
     routers_among,
     underflow,
@@ -44,8 +43,8 @@ from lowbit.numerics.snr import snr
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.siblings import quantized_together
 
 SCALES = ("minmax", "searched")
 
@@ -151,22 +150,13 @@ class Quantizing:
         if family is None:
             return quantized(name, own, scheme, self._scales)
         if name not in self._made:
-            values = [self._folder.read(n).to(self._device) for n in family]
-            rows = [
-                v.mT.contiguous() if n in self._stacks else v
-                for n, v in zip(family, values, strict=True)
-            ]
+            rows = {n: self._folder.read(n).to(self._device) for n in family}
+            rows |= {n: rows[n].mT.contiguous() for n in rows if n in self._stacks}
             schemes = [self._plan[n].scheme or scheme for n in family]
             try:
-                for sibling, row in zip(family, rows, strict=True):
-                    check_weight(row, sibling)
-                joint = None
-                if scheme.weight.joins:
-                    joint = joint_part(scheme.weight, values, self._scales == "searched")
-                made = AffineTensor.of_siblings(rows, schemes, self._scales, joint)
+                self._made |= quantized_together(rows, schemes, self._scales)
             except ValueError as error:
                 raise FormatError(f"{', '.join(family)}: {error}") from error
-            self._made |= zip(family, made, strict=True)
         return self._made.pop(name)
 
     def names(self) -> list[str]:

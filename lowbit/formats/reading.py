@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import joined_name, tell
+from lowbit.convert import joined_name, tell, watch_joined
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.formats import building
 from lowbit.formats.base import FormatError
@@ -160,6 +160,7 @@ def _fill(model: nn.Module, given: Folder | GgufFile, device: torch.device) -> N
                 module._buffers[attribute] = t.clone()
     show_frozen(model.modules())
     lay_side_by_side(model)
+    watch_joined(model)
     place_computed(model, folder.path, device)
 
 

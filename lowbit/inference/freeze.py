@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from lowbit.convert import check_module
+from lowbit.convert import check_module, watch_joined
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.layers.frozen import show_frozen
 
@@ -37,3 +37,4 @@ def freeze_(model: nn.Module) -> None:
     check_module(model)
     show_frozen(model.modules())
     lay_side_by_side(model)
+    watch_joined(model)

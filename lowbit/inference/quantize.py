@@ -22,11 +22,13 @@ from lowbit.convert import (
     modules_of,
     replace_weights,
     rounding_owners,
+    watch_joined,
 )
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.layers.static_input import check_input, held_for, input_qparams, take_input
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
+from lowbit.tensor.frozen.siblings import quantized_together
 
 Scales = Literal["minmax", "searched"]
 
@@ -119,6 +121,7 @@ def quantize_(
         model.to(device)
     take_input(modules)
     lay_side_by_side(model)
+    watch_joined(model)
     return report.count(model)
 
 
@@ -140,26 +143,26 @@ def _check_calibrated(target: Target) -> None:
 
 def quantizing(targets: Sequence[Target], scales: Scales | None) -> Callable[[Target], Tensor]:
     """A function that gives the quantized weight of each target. A search makes siblings together, when the first of
-    them is asked for (`AffineTensor.of_siblings`)."""
-    joint = joint_parts(targets, scales == "searched")
+    them is asked for (`quantized_together`)."""
     families = {
         target.fqn: family
         for family in (families_of(targets) if scales == "searched" else ())
         if not any(t.scheme.activation is not None and t.scheme.activation.static for t in family)
         for target in family
     }
+    joint = joint_parts([t for t in targets if t.fqn not in families], scales == "searched")
     made: dict[str, Tensor] = {}
 
     def make(target: Target) -> Tensor:
-        shared, family = joint.get(target.fqn), families.get(target.fqn)
-        if shared is None or family is None:
-            return quantized(target, scales, shared)
+        family = families.get(target.fqn)
+        if family is None:
+            return quantized(target, scales, joint.get(target.fqn))
         if target.fqn not in made:
             device = target.weight.device
-            rows = [_rows(t, t.weight.to(device)) for t in family]
-            schemes = [t.scheme for t in family]
-            found = AffineTensor.of_siblings(rows, schemes, scales, shared.to(device))
-            for sibling, weight in zip(family, found, strict=True):
+            rows = {t.fqn: _rows(t, t.weight.to(device)) for t in family}
+            found = quantized_together(rows, [t.scheme for t in family], scales)
+            for sibling in family:
+                weight = found[sibling.fqn]
                 made[sibling.fqn] = weight._transposed() if is_turned(sibling) else weight
             family.clear()  # frees the weights
         return made.pop(target.fqn)

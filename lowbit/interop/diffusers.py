@@ -17,7 +17,7 @@ from diffusers.configuration_utils import FrozenDict
 from diffusers.quantizers.base import DiffusersQuantizer
 from torch import Tensor, nn
 
-from lowbit.convert import underflow
+from lowbit.convert import underflow, watch_joined
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import FormatError
 from lowbit.formats.registry import by_name
@@ -145,6 +145,7 @@ class LowbitDiffusersQuantizer(DiffusersQuantizer):
             schemes: Any = {name: chosen.schemes[name] for name in later}
             quantize_(model, schemes, scales=self.quantization_config.scales)
         show_frozen(model.modules())
+        watch_joined(model)
         _describe(model, self)
         return model
 

@@ -33,6 +33,7 @@ from lowbit.convert import (
     own_schemes,
     replace_weights,
     rounding_owners,
+    watch_joined,
 )
 from lowbit.layers.prepared import (
     Prepared,
@@ -374,4 +375,5 @@ def convert_(model: nn.Module) -> Report:
     report = replace_weights(targets, Report(), frozen, trainable=False)
     make_plain(model, modules)
     lora.unwrap(model, {layer for _, layer in layers.values()})
+    watch_joined(model)
     return report.count(model)

@@ -37,8 +37,8 @@ from lowbit.qat.weights import converted_weight, in_order_of_linears, rounding_o
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.core.dtensor import by_rows, largest_over_ranks, local, placed, placed_as
+from lowbit.tensor.core.parts import split
 from lowbit.tensor.core.regather import reshard
-from lowbit.tensor.core.state_dict import split
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Qparams
 from lowbit.tensor.trained.joint import is_joint, joint_of
 from lowbit.tensor.trained.learned_scales import named_scales

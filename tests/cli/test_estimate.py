@@ -59,6 +59,30 @@ def test_shapes_of_a_gguf_file(tmp_path: Path) -> None:
     assert found.weights == {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize(
+    ("kind", "inner", "key_value"),
+    [("gpt2", 3072, 768), ("opt", 3072, 768), ("falcon", 18176, 64), ("qwen2_vl", 29568, 1024)],
+)
+def test_a_config_without_the_names_of_llama(
+    kind: str, inner: int, key_value: int, tmp_path: Path
+) -> None:
+    """The width that a config does not name is that of the model which transformers builds."""
+    transformers = pytest.importorskip("transformers")
+    from lowbit.cli import memory, shapes
+
+    path = tmp_path / "config.json"
+    path.write_text(f'{{"model_type": "{kind}"}}')
+    found = shapes.read(path)
+    config = transformers.AutoConfig.for_model(kind).get_text_config()
+    assert (found.sizes.layers, found.sizes.hidden) == (
+        config.num_hidden_layers,
+        config.hidden_size,
+    )
+    assert (found.sizes.inner, found.sizes.key_value) == (inner, key_value)
+    ways = memory.serving(found, memory.Run(1, 512))
+    assert ways["inference int4"].total < ways["inference bf16"].total
+
+
 @pytest.mark.parametrize("make", [Int4WeightOnly, Int8WeightOnly])
 def test_bytes_of_quantized_weights(make, counted) -> None:  # type: ignore[no-untyped-def]
     from lowbit.cli import memory
@@ -159,6 +183,16 @@ def test_an_encoder_is_refused(part: dict[str, Any], tmp_path: Path) -> None:
         shapes.read(folder)
     (folder / "config.json").write_text(json.dumps({**config, **part, "is_decoder": True}))
     assert shapes.read(folder).parameters
+
+
+def test_an_encoder_and_its_decoder_are_refused(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from lowbit.cli import shapes
+
+    path = tmp_path / "config.json"
+    path.write_text('{"model_type": "t5"}')
+    with pytest.raises(FormatError, match=r"describes an encoder and a decoder, t5, .*inspect"):
+        shapes.read(path)
 
 
 def test_a_line_of_the_table_is_in_gib() -> None:

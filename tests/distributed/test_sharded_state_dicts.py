@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
 )
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -27,7 +28,7 @@ from torch.distributed.tensor.parallel import (
 import lowbit
 from lowbit.numerics.sharded import held_locally
 from lowbit.tensor import LowbitTensor, joined
-from lowbit.tensor.core.state_dict import split
+from lowbit.tensor.core.parts import split
 from lowbit.testing.fsdp2 import TwoLinears, shard
 from lowbit.testing.launch import launch
 from lowbit.testing.serialization import check_loaded, gathered
@@ -39,6 +40,11 @@ SOME = named(
     *("int4-g32-asymmetric", "int8-tensor", "e4m3-row", "ternary"),
     *("qat-int4-g32", "train-int8-weight", "train-bitnet"),
 )
+SHARED = named(
+    *("int4-g32", "int8-tensor", "e5m2-tensor", "nf4-g16-double", "nvfp4", "int8static-nvfp4"),
+    *("table8-tensor", "ternary", "train-int8-weight"),
+)
+"""Most of them share a scale among all rows."""
 IN_TURN = list(zip(SOME, ROWS * 3, strict=False))
 """Each of them with one number of rows."""
 
@@ -429,3 +435,42 @@ def check_sharded_into_unsharded(rank, world_size):
         found = joined(state)["first.weight"]
         assert same(found, TwoLinears(case, 33, seed=20).first.weight.detach())
     return True
+
+
+def check_plain_values(rank, world_size):
+    """Ranks agree on what they share of the scales."""
+    for case in SHARED:
+        where, told = case.name, StateDictOptions(full_state_dict=True)
+        model, expected = TwoLinears(case, 33, seed=50), TwoLinears(case, 33, seed=20)
+        plain = {n: values(t.shape) for n, t in expected.named_parameters()}
+        plain["first.weight"][20:] *= 5
+        expected.load_state_dict(plain)
+        model = shard(model)
+        set_model_state_dict(model, plain, options=told)
+        check_loaded(model, expected, where)
+    return True
+
+
+def test_plain_values():
+    assert launch(check_plain_values, 2) == [True, True]
+
+
+def check_plain_siblings(rank, world_size):
+    for scheme in (lowbit.NVFP4WeightOnly(), lowbit.Float8WeightOnly(lowbit.PerTensor())):
+        whole = nn.Module()
+        for name in ("q_proj", "k_proj", "v_proj"):
+            whole.register_module(name, nn.Linear(64, 33))
+        lowbit.quantize_(whole, scheme)
+        plain = {n: values(t.shape) for n, t in whole.named_parameters()}
+        plain["k_proj.weight"][20:] *= 5
+        model = fully_shard(copy.deepcopy(whole), mesh=init_device_mesh("cpu", (world_size,)))
+        whole.load_state_dict(plain)
+        set_model_state_dict(model, plain, options=StateDictOptions(full_state_dict=True))
+        for name, weight in model.named_parameters():
+            if isinstance(own := whole.get_parameter(name), LowbitTensor):
+                assert same_bits(weight.full_tensor(), own.detach()), (name, scheme)
+    return True
+
+
+def test_plain_siblings():
+    assert launch(check_plain_siblings, 2) == [True, True]

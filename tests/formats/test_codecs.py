@@ -176,6 +176,14 @@ def test_groups_of_a_model_with_several_schemes() -> None:
         assert_same(CT.read(CT.encode(w), config, name, w.dtype), w)
 
 
+def test_layers_that_servers_merge_are_listed_by_both_names() -> None:
+    """SGLang looks for `gate_up_proj` in the list of plain layers where a model's class does not say of what it is."""
+    plain = {"lm_head", "0.mlp.gate_proj", "0.mlp.up_proj", "1.mlp.gate_proj", "q_proj", "k_proj"}
+    config = CT.config({"a.weight": weight(SCHEMES["int4 g64"])}, plain)
+    assert set(config["ignore"]) == {*plain, "0.mlp.gate_up_proj"}
+    assert "qkv_proj" in CT.config({}, {*plain, "v_proj"})["ignore"]
+
+
 def test_targets_are_matched_as_the_package_does() -> None:
     """Exact names before expressions, both before the class."""
     w = weight(SCHEMES["int4 g64"])

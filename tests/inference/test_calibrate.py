@@ -482,6 +482,41 @@ def test_the_layer_with_nan_inputs_is_named(value: float) -> None:
     assert type(model[2].weight) is nn.Parameter
 
 
+@pytest.mark.parametrize("step", [AWQ(), SmoothQuant()], ids=str)
+@pytest.mark.parametrize("channel", [0.5, 1e-4])
+def test_what_folds_stays_finite_in_float16(step: Step, channel: float) -> None:
+    """A large weight takes no more of the scale than its dtype holds, and the module before gives no less."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)).half()
+    with torch.no_grad():
+        model[0].weight[5], model[0].weight[9] = channel * 20, 1000
+        model[1].weight[3, 5], model[1].weight[:, 9] = 6e4, 1e-6
+    x = torch.randn(80, 64).half() * 1e-3
+    plain = model(x)
+    lb.calibrate(model, lb.NF4WeightOnly(32), [x], steps=[step])
+    assert all(p.dequantize().isfinite().all() for p in model.parameters())
+    assert model(x).isfinite().all() and plain.isfinite().all()
+
+
+def test_a_weight_that_rounds_to_infinity_in_its_dtype_is_named() -> None:
+    for steps in ([GPTQ()], [Search()]):
+        model = nn.Sequential(nn.Linear(64, 32, bias=False).half())
+        with torch.no_grad():
+            model[0].weight[3, 5] = 6e4  # 65536 in MXFP4
+        with pytest.raises(ValueError, match=r"0\.weight: 1 values of 2048 round to infinity"):
+            lb.calibrate(model, lb.MXFP4WeightOnly(), [torch.zeros(40, 64).half()], steps=steps)
+
+
+def test_inputs_that_float16_made_infinite_are_told_of() -> None:
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 32)).half()
+    with torch.no_grad():
+        model[0].weight[3] = 6e4
+    with pytest.raises(
+        ValueError, match=r"inputs of 1\.weight .*In float16, products beyond 65504"
+    ):
+        lb.calibrate(model, INT4, [torch.ones(40, 64).half()])
+
+
 def test_siblings_share_their_global_scale() -> None:
     model = llama()
     lb.calibrate(model, lb.NVFP4WeightOnly(), BATCHES)

@@ -370,6 +370,19 @@ def test_prompts_that_it_does_not_take(prompt: Any) -> None:
         hf.generate(made(), prompt, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("token", [-1, 10**6])
+@pytest.mark.parametrize("hook", [False, True], ids=["function", "hook"])
+def test_tokens_without_an_embedding(token: int, hook: bool) -> None:
+    model, inputs = made(), prompts(2)
+    inputs["input_ids"][1, -3] = token
+    call = functools.partial(hf.generate, model)
+    if hook:
+        call = functools.partial(model.generate, custom_generate=hf.generate)
+    size = len(model.get_input_embeddings().weight)
+    with pytest.raises(ValueError, match=rf"the token {token}; accepted: 0 to {size - 1}.*resize"):
+        call(**inputs, max_new_tokens=2)
+
+
 def test_models_that_it_does_not_take() -> None:
     inputs = {**prompts(1), "max_new_tokens": 3}
     model = fresh()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -239,11 +240,17 @@ def test_siblings_make_room_for_a_large_adapter(kind: str, keep_base: bool) -> N
             assert torch.equal(weight, was)
 
 
-def scaled(dtype: torch.dtype, scheme: str, factor: float) -> Any:
+def scaled(
+    dtype: torch.dtype,
+    scheme: str | lb.Scheme,
+    factor: float,
+    targets: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+) -> Any:
     """Adapters whose change of the base is this large, in a model of `dtype`."""
     model = llama().to(dtype)
-    lb.quantize_(model, SCHEMES[scheme], is_inner_linear)
-    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    scheme = SCHEMES[scheme] if isinstance(scheme, str) else scheme
+    lb.quantize_(model, scheme, is_inner_linear)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=[*targets]))
     torch.manual_seed(0)
     fill_adapters(model, factor)
     return model
@@ -256,7 +263,7 @@ def test_a_sum_beyond_the_dtype_is_refused_and_changes_nothing(
 ) -> None:
     model = scaled(torch.float16, scheme, 1e7)
     before = {n: values(m.base_layer.weight).clone() for n, m in layers(model).items()}
-    with pytest.raises(ValueError, match=r"q_proj and its adapters: \d+ values .* torch.float16"):
+    with pytest.raises(ValueError, match=r"_proj and its adapters: \d+ values .* torch.float16"):
         lowbit.peft.merge_(model, keep_base=keep_base)
     for name, m in layers(model).items():
         assert torch.equal(values(m.base_layer.weight), before[name])
@@ -271,3 +278,21 @@ def test_a_sum_whose_squares_are_infinite_is_merged(scheme: str) -> None:
         change = held.lora_B["default"].weight.double() @ held.lora_A["default"].weight.double()
         expected = held.scaling["default"] * change
         assert relative_error(values(held.base_layer.weight), expected) < 0.2
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "float8"])
+def test_a_sum_that_would_wipe_out_siblings_is_refused(kind: str) -> None:
+    """They share a scale, which has no smaller multiple for the values of the others."""
+    scheme: Any = lb.Float8WeightOnly(granularity=lb.PerTensor()) if kind == "float8" else "nvfp4"
+    model = scaled(torch.float32, scheme, 1e30, ["q_proj"])
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"[kv]_proj.weight shares .*dequantize_"):
+        lowbit.peft.merge_(model, keep_base=False)
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])
+    model = scaled(torch.float32, scheme, 1.0, ["q_proj"])
+    own = [n for n, _ in model.named_parameters() if n.endswith("k_proj.weight")]
+    values = [model.get_parameter(name).dequantize() for name in own]
+    lowbit.peft.merge_(model)
+    for name, was in zip(own, values, strict=True):
+        assert relative_error(model.get_parameter(name).dequantize(), was) < 0.1

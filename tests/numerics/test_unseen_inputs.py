@@ -12,6 +12,7 @@ import lowbit as lb
 from lowbit.numerics import unseen_inputs
 from lowbit.numerics.lookup_table import E2M1
 from lowbit.numerics.unseen_inputs import stand_in
+from lowbit.tensor.frozen.siblings import quantized_together
 from tests.schemes import over
 
 N, K = 24, 101
@@ -202,8 +203,7 @@ def test_a_sibling_that_rounds_to_infinity_in_its_own_dtype() -> None:
     scheme, w = lb.NVFP4WeightOnly(), trained(12, K)
     half = ((w / w.std()).clamp(-1, 1) * 65504).half()
     for own, is_infinite in ((half, True), (half / 4, False)):
-        joint = scheme.weight.joint_part([own, w], torch.float32)
         raises = pytest.raises(ValueError, match="round to infinity")
         with raises if is_infinite else nullcontext():
-            found = lb.AffineTensor.of_siblings([own, w], [scheme] * 2, "searched", joint)
-    assert [t.dtype for t in found] == [torch.float16, torch.float32]
+            found = quantized_together({"k": own, "v": w}, [scheme] * 2, "searched")
+    assert [t.dtype for t in found.values()] == [torch.float16, torch.float32]

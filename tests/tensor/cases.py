@@ -96,7 +96,7 @@ class Case:
         if self.is_trainable:
             return self.kind(x, self.how)
         of_input = STATIC if self.how.is_static else None
-        return AffineTensor.from_float(x, self.how, input_qparams=of_input)
+        return AffineTensor.quantized(x, self.how, input_qparams=of_input)
 
     @property
     def is_weight(self) -> bool:

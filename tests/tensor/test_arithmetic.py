@@ -283,6 +283,24 @@ def test_a_pruned_weight_without_its_mask(case) -> None:
     assert layer.weight.grad is not None
 
 
+@pytest.mark.filterwarnings("error:.* takes new values")
+@pytest.mark.parametrize(
+    "scheme",
+    [lowbit.NVFP4WeightOnly(), lowbit.Int4WeightOnly(32), lowbit.Float8WeightOnly()],
+    ids=str,
+)
+def test_a_frozen_weight_keeps_its_other_values_when_it_is_pruned(scheme) -> None:
+    layer = nn.Linear(96, 8)
+    lowbit.quantize_(nn.Sequential(layer), scheme)
+    before = layer.weight.dequantize()
+    for prune_one in (prune.l1_unstructured, prune.random_unstructured):
+        prune_one(layer, "weight", 0.25)
+    kept = layer.weight_mask.bool()
+    prune.remove(layer, "weight")
+    assert kept.logical_not().sum() > 8 * 96 // 4
+    assert torch.equal(layer.weight.dequantize(), before.where(kept, 0))
+
+
 @by_class
 @pytest.mark.parametrize("wide", [torch.float32, torch.float64], ids=str)
 @every_case
@@ -337,4 +355,4 @@ def test_rounding_is_said_once() -> None:
             layer.weight.data += 0.1
     assert len(said) == 1
     assert "rounded to its own codes" in str(said[0].message)
-    assert "lowbit.dequantize_(model) before merging" in str(said[0].message)
+    assert "lowbit.dequantize_(model) before the change" in str(said[0].message)

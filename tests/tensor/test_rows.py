@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -330,3 +331,39 @@ def test_a_low_bit_tensor_may_be_any_argument() -> None:
     assert torch.equal(plain[:8], weight.dequantize())
     assert torch.equal(torch.select(input=weight, dim=0, index=1), weight[1])
     assert len(torch.unbind(input=weight)) == 8
+
+
+FROZEN = [case for case in CASES if case.is_weight and not case.is_trainable]
+HAVE_ZERO = [case for case in FROZEN if "half-integer" not in case.name]
+
+
+@over(HAVE_ZERO)
+def test_a_part_takes_zeros_whatever_it_shares(case) -> None:
+    """Zero is a code of every scale, so no other value changes."""
+    for part in ((0,), (slice(1, 3),), (slice(None), slice(96, 192)), (slice(4, None), slice(96))):
+        t = case.make((8, 192))
+        if "8x16" in case.name and part[0] != slice(None):
+            continue  # a block has all 8 rows
+        expected = t.dequantize().clone()
+        expected[part] = 0
+        t[part] = 0
+        assert torch.equal(t.dequantize(), expected), part
+        assert t.dequantize().any()
+
+
+@over([case for case in HAVE_ZERO if "float-zero-point" not in case.name])
+def test_zeros_by_a_mask_keep_all_other_values(case) -> None:
+    """As pruning writes them, without the warning of values that are rounded."""
+    for write in (
+        lambda t, mask: t.masked_fill_(mask, 0),
+        lambda t, mask: t.__setitem__(mask, 0),
+        lambda t, mask: t.mul_((~mask).to(t.dtype)),
+    ):
+        t = case.make((8, 192))
+        mask, expected = torch.rand(8, 192) > 0.5, t.dequantize()
+        with warnings.catch_warnings(), torch.no_grad():
+            warnings.simplefilter("error")
+            write(t, mask)
+        assert torch.equal(t.dequantize(), expected.masked_fill(mask, 0))
+        t.zero_()
+        assert not t.dequantize().any()

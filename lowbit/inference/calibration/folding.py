@@ -60,16 +60,35 @@ class Folding:
 
     @torch.no_grad()
     def divide(self, scale: Tensor) -> None:
-        """Divide the input by `scale` [K], and multiply the linears by it, in place."""
+        """Divide the input by `scale` [K], and multiply the linears by it, in place. A channel takes less of it where
+        float16 would be infinite."""
+        scale = self._held(scale)
         for linear in self.linears:
             weight = linear.weight
             weight.copy_((weight.double() * scale.double()).to(weight.dtype))
+        for parameter, shift in self._divided():
+            rows = scale.double().view(-1, *[1] * (parameter.ndim - 1))
+            parameter.copy_(((parameter.double() + shift) / rows - shift).to(parameter.dtype))
+
+    def _divided(self) -> list[tuple[Tensor, float]]:
+        """The parameters of `before`, and what is added to each before it multiplies."""
         own: Any = self.before
-        offset = 1.0 if self.offset else 0.0
-        for parameter, shift in ((own.weight, offset), (getattr(own, "bias", None), 0.0)):
-            if parameter is not None:
-                rows = scale.double().view(-1, *[1] * (parameter.ndim - 1))
-                parameter.copy_(((parameter.double() + shift) / rows - shift).to(parameter.dtype))
+        both = (own.weight, 1.0 if self.offset else 0.0), (getattr(own, "bias", None), 0.0)
+        return [(parameter, shift) for parameter, shift in both if parameter is not None]
+
+    def _held(self, scale: Tensor) -> Tensor:
+        for parameter, shift in self._divided():
+            largest = (parameter.double() + shift).abs().reshape(len(scale), -1).amax(1)
+            scale = scale.maximum((largest / _room(parameter)).clamp(max=1).to(scale))
+        for linear in self.linears:
+            largest = linear.weight.double().abs().amax(0)
+            scale = scale.minimum((_room(linear.weight) / largest).clamp(min=1).to(scale))
+        return scale
+
+
+def _room(weight: Tensor) -> float:
+    """The largest magnitude that folding may bring into a weight; rounding to codes takes it further."""
+    return torch.finfo(weight.dtype).max / 2
 
 
 @dataclass

@@ -24,6 +24,7 @@ from lowbit.convert import (
     replace_weights,
     rounding_owners,
     shape_of_blocks,
+    watch_joined,
 )
 from lowbit.inference.calibration.batches import MASK, Batches, mask_of
 from lowbit.inference.calibration.inputs import Moments
@@ -39,7 +40,7 @@ from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Layer, Start, Step
 from lowbit.layers.static_input import input_qparams, take_input
 from lowbit.progress import progress
-from lowbit.tensor.core.checks import check_weight
+from lowbit.tensor.core.checks import check_finite, check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.requantize import write
@@ -156,6 +157,7 @@ class Run:
         take_input(modules)
         self.report.notes = self.notes()
         self.report.seconds = time.perf_counter() - self.began
+        watch_joined(self.model)
         return self.report.count(self.model)
 
     def _quantize(self, blocks: Sequence[nn.Module] | None, cache: Cache) -> None:
@@ -281,8 +283,13 @@ class Run:
         for target, moments in zip(group.targets, group.moments, strict=True):
             if not moments.is_finite:
                 done = len(self.report.layers) - len(self.waiting)
+                narrow = ""
+                if target.weight.dtype is torch.float16:
+                    narrow = (
+                        "In float16, products beyond 65504 are infinite; in bfloat16 they are not. "
+                    )
                 raise ValueError(
-                    f"the inputs of {target.fqn} have NaN or infinite values, or too large ones to square. "
+                    f"the inputs of {target.fqn} have NaN or infinite values, or too large ones to square. {narrow}"
                     f"{done} of {self.total} weights are quantized already, the others are plain. "
                     f"{self.memory.way_out}"
                 )
@@ -454,8 +461,9 @@ def _kept_joint(held: Any) -> Tensor | None:
 def _made(weight: Weight, target: Target) -> Tensor:
     """The quantized weight."""
     if weight.start is not None:
-        held: Tensor = weight.start.held
+        held: AffineTensor = weight.start.held
         write(held, weight.values, weight.qparams)
+        check_finite(held, weight.values)
         return held
     activation = target.scheme.activation
     of_input = None
@@ -464,6 +472,7 @@ def _made(weight: Weight, target: Target) -> Tensor:
     qparams, joint = weight.qparams, weight.joint
     made = AffineTensor.from_float(weight.values, target.scheme, qparams, of_input, joint)
     made = made._with(dtype=weight.original.dtype)
+    check_finite(made, weight.values)
     if weight.rotation > 1:
         return RotatedTensor.of_matrix(made, weight.rotation)
     if weight.is_compressed:

@@ -25,7 +25,7 @@ from lowbit.interop.hf.config import METHOD, LowbitConfig, Method
 from lowbit.interop.hf.quantizer import LowbitQuantizer
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
-from lowbit.tensor.core.state_dict import split
+from lowbit.tensor.core.parts import split
 
 
 class InMemory(LowbitConfig):

@@ -22,7 +22,7 @@ from transformers.quantizers.auto import register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils import logging
 
-from lowbit.convert import Entry, Report, has_static, joint_part, underflow
+from lowbit.convert import Entry, Report, has_static, underflow, watch_joined
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.dequantize import dequantize_
 from lowbit.formats.base import Format, FormatError
@@ -37,10 +37,10 @@ from lowbit.interop.hf.config import METHOD, LowbitConfig
 from lowbit.interop.hf.plan import WeightChoice, plan
 from lowbit.layers.frozen import show_frozen
 from lowbit.numerics.sharded import held_locally, is_dtensor
-from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.siblings import quantized_together
 
 logger = logging.get_logger("transformers.lowbit")
 
@@ -187,7 +187,7 @@ class LowbitQuantizer(HfQuantizer):
         made: AffineTensor | None = None,
     ) -> LowbitTensor:
         """`value` in the scheme that was chosen for the weight `name`. `scales`: None takes those of the config.
-        `made`: what `quantized_together` gave for it."""
+        `made`: what `together` gave for it."""
         assert self._plan is not None
         scheme, scales = self._plan.schemes[name], scales or self.quantization_config.scales
         value = self._rows(name, value)
@@ -198,16 +198,12 @@ class LowbitQuantizer(HfQuantizer):
             self._lost[name] = f"; {lost}"
         return made._transposed() if name in self._plan.transposed else made
 
-    def quantized_together(
-        self, spec: Spec, values: Mapping[str, Tensor]
-    ) -> dict[str, AffineTensor]:
+    def together(self, values: Mapping[str, Tensor]) -> dict[str, AffineTensor]:
         """The weights of siblings by their names, as rows. Raises ValueError for what cannot be quantized."""
         assert self._plan is not None
-        scales, schemes = self.quantization_config.scales, [self._plan.schemes[n] for n in values]
-        joint = joint_part(spec, list(values.values()), scales == "searched")
-        rows = [self._rows(name, value) for name, value in values.items()]
-        made = AffineTensor.of_siblings(rows, schemes, scales, joint)
-        return dict(zip(values, made, strict=True))
+        rows = {name: self._rows(name, value) for name, value in values.items()}
+        schemes = [self._plan.schemes[name] for name in values]
+        return quantized_together(rows, schemes, self.quantization_config.scales)
 
     def _rows(self, name: str, value: Tensor) -> Tensor:
         """The weight `name` as [..., N, K]."""
@@ -218,10 +214,7 @@ class LowbitQuantizer(HfQuantizer):
         """The siblings for which the weight of this name waits; None if it shares nothing with others."""
         assert self._plan is not None
         names = self._plan.siblings.get(name)
-        if names is None:
-            return None
-        spec = self._plan.schemes[name].weight
-        return self._waiting.setdefault(names, _Siblings(names, spec))
+        return None if names is None else self._waiting.setdefault(names, _Siblings(names))
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -266,6 +259,7 @@ class LowbitQuantizer(HfQuantizer):
             raise FormatError(f"{name}: {error}") from error
         show_frozen(model.modules())
         lay_side_by_side(model)
+        watch_joined(model)
         self._conversions = None if self.pre_quantized else model._weight_conversions
         model._weight_conversions = []
         calibrates = self.quantization_config.calibrates and not self.pre_quantized
@@ -425,12 +419,10 @@ class _Siblings:
 
     Attributes:
         names: of all siblings.
-        spec: of all siblings.
         values: the weights that have been read, by name.
     """
 
     names: tuple[str, ...]
-    spec: Spec
     values: dict[str, Tensor] = field(default_factory=dict)
 
     @property
@@ -468,13 +460,10 @@ class _Quantize(_Operation):
         if not values:
             return {}
         made: dict[str, AffineTensor] = {}
-        name = next(iter(values))
         try:
-            for name in values:
-                check_weight(values[name], "it")
-            made = self.hf_quantizer.quantized_together(waiting.spec, values)
+            made = self.hf_quantizer.together(values)
         except (ValueError, RuntimeError) as error:
-            self.hf_quantizer.errors.setdefault(name, error)
+            self.hf_quantizer.errors.setdefault(", ".join(values), error)
         return {
             name: self._made(
                 model, name, partial(self._quantized, name, value, made=made.get(name))

@@ -10,7 +10,7 @@ PEFT's own `merge_adapter` works too, but rounds once for each adapter, and `unm
 come back. `merge_` dequantizes the base to float32, lets PEFT add all adapters by its own formula of LoRA, DoRA, LoHa,
 IA3 and the others, and rounds the sum once. A block keeps its scale if that scale is nearer, and siblings keep what
 they share of their scales. Where a sum is larger than that can hold, all siblings get a power of two times as much,
-which changes no other value.
+which changes no other value. Where their values would become too small for such scales, the merge is refused.
 
 Most changes by an adapter are smaller than half a step of the codes, and to nearest they vanish. With `batches`
 `lowbit.inference.LearnedRounding` chooses which weights take the step: its start is the sum rounded to nearest, and its
@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import check_module, is_tuner
+from lowbit.convert import check_module, frozen_families, is_tuner
 from lowbit.convert.owners import find_owners
 from lowbit.convert.siblings import family_of
 from lowbit.inference.calibration.step import Step
@@ -45,6 +45,8 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 
 CLIPPED = 1.01
 """How far a sum may be beyond what the scales of siblings reach. Rounding moves the largest value by more."""
+LEAST = 20.0
+"""The signal-to-noise ratio, in dB, that siblings of a large sum keep: that of rounding to 4 bits."""
 
 
 def merge_(
@@ -94,23 +96,26 @@ def merge_(
         _check_shared(model, layers)
     learn = None if batches is None else Learned(model, batches, steps)
     report, names = MergeReport(), None if adapter_names is None else list(adapter_names)
-    families = _families(model)
+    families = {id(w): [*f.values()] for f in frozen_families(model) for w in f.values()}
     keeps = keep_base or learn is not None
     done: list[Kept] = [] if learn is None else learn.vectors()
     sums: list[Sum] = []
+    lost: dict[Any, float] = {}
     try:
         with progress("merging adapters", len(layers), unit="layers") as advance:
             for name, layer in layers.items():
-                siblings = _Siblings(families.get(family_of(name) or "", []), done)
+                base = getattr(layer.get_base_layer(), attribute_of(layer), None)
+                siblings = _Siblings(families.get(id(base), []), done, lost)
                 before = Kept.of_layer(layer)
                 done.append(before)
                 found = _merge(name, layer, names, report, siblings)
                 if found is not None and learn is not None:
                     found.before = before
                     sums.append(found)
-                if not keeps:
+                if not keeps and not lost:
                     done.clear()
                 advance(1)
+        _check_lost(model, lost)
         if learn is not None and sums:
             learn.run(sums, report)
     except BaseException:
@@ -157,16 +162,6 @@ def _merge(
     return Sum(layer, weight, merged, len(report.layers) - 1) if changes else None
 
 
-def _families(model: nn.Module) -> dict[str, list[nn.Parameter]]:
-    """The frozen weights that share a part of their scales with siblings, by the name of the family."""
-    found: dict[str, list[nn.Parameter]] = {}
-    for name, param in model.named_parameters():
-        family = family_of(name)
-        if family is not None and isinstance(param, AffineTensor) and param.spec.joins:
-            found.setdefault(family, []).append(param)
-    return found
-
-
 @dataclass
 class _Siblings:
     """Frozen weights that share a part of their scales.
@@ -174,10 +169,12 @@ class _Siblings:
     Attributes:
         weights: one that is merged among them.
         kept: gets them as they are before they change.
+        lost: the norm of what each loses by a scale that is too large for it.
     """
 
-    weights: list[nn.Parameter]
+    weights: list[Any]
     kept: list[Kept]
+    lost: dict[Any, float]
 
     def make_room(self, weight: Any, values: Tensor) -> None:
         """Widen what `weight` shares with the others if that is too small for `values`, and would clip them."""
@@ -192,7 +189,24 @@ class _Siblings:
         self.kept.append(Kept(joined))
         factor = torch.exp2(ratio.float().clamp(min=1).log2().ceil())
         for each in joined:
+            before = values_of(each)
             widen(each, factor)
+            if each is not weight:
+                change = (values_of(each) - before).double().norm()
+                self.lost[each] = self.lost.get(each, 0.0) + float(change)
+
+
+def _check_lost(model: nn.Module, lost: dict[Any, float]) -> None:
+    """Raise ValueError where a sibling with a small sum, or without an adapter, lost it to the scale of a large one."""
+    names = {id(p): name for name, p in model.named_parameters()}
+    for weight, change in lost.items():
+        size = float(values_of(weight).double().norm())
+        if change > size * 10 ** (-LEAST / 20):
+            raise ValueError(
+                f"{names[id(weight)]} shares a part of its scales with siblings, whose adapters are so large that its "
+                f"own values come to less than {LEAST:g} dB above their rounding: call lowbit.dequantize_(model) "
+                "before merging, or merge smaller adapters"
+            )
 
 
 def _joint_of(weight: Any) -> Tensor:

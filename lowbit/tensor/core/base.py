@@ -290,6 +290,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
         False for classes whose encoding restores such values itself."""
         return False
 
+    def _write_exactly(self, values: Tensor) -> bool:
+        """Write `values` by the present scales if codes of these give them exactly, as those of zeros do. Returns
+        whether it did."""
+        return False
+
     def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
         raise self._unsupported("copying high-precision values into it")
 

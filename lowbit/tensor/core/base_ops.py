@@ -64,7 +64,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         return dst
     meta: dict[str, Any] = {}
     if not isinstance(src, LowbitTensor):
-        if dst.holds(src):
+        if dst.holds(src) or (dst.shares and dst._write_exactly(src)):
             return dst
         source = dst._encode(src)
         if dst.shares:  # a low-bit source brings its scales: DCP and FSDP2 write all parts of a tensor one by one

@@ -226,7 +226,8 @@ def check_part(part: Any, found: Mapping[str, Any] | None = None) -> None:
     if changed:
         raise part._unsupported(
             f"writing to it, a part of a tensor of shape {tuple(next(iter(changed.values())).shape)} that shares its "
-            f"{' and '.join(changed)} with the rest"
+            f"{' and '.join(changed)} with the rest (accepted: values that these give exactly, such as zeros, or those "
+            "of the whole tensor)"
         )
 
 

@@ -36,7 +36,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,17 +47,14 @@ from torch.nn.modules.module import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from lowbit.numerics.code_range import FLOATS
-from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import local, placed, placed_as
-from lowbit.tensor.core.pickled import describe_part
+from lowbit.tensor.core.dtensor import local, placed_as
+from lowbit.tensor.core.parts import encoded, gathered, is_plain_for, join, share_over_ranks, split
 from lowbit.tensor.core.torchscript import PREPARE, refuse_script
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.placement_types import Placement
 
 _TRANSPOSED = ".mT"
 """The end of the kind of a tensor whose parts are those of its transpose. Older releases refuse such a kind."""
@@ -160,6 +156,14 @@ def take(
                 if key not in state_dict:
                     missing += [f"{key}.{part}" for part in local(param).inner_tensors()]
                     state_dict[key] = _itself(param)  # else torch reports this name too
+                elif (
+                    not assign and is_plain_for(param, state_dict[key]) and share_over_ranks(param)
+                ):
+                    try:
+                        state_dict[key] = encoded(param, gathered(state_dict[key]), key)
+                    except ValueError as error:
+                        errors.append(f"{key}: {error}")
+                        state_dict[key] = _itself(param)
             else:
                 own = local(param)
                 entry = described(metadata, name)
@@ -193,7 +197,8 @@ def take_parts(
     }
     value = state_dict.get(key)
     try:
-        if entry is not None and (given or isinstance(local(value), LowbitTensor)):
+        is_whole = isinstance(local(value), LowbitTensor) and not _is_plain_kind(key, entry)
+        if entry is not None and (given or is_whole):
             check_described(param, key, entry)
         if not given:
             # set_model_state_dict filled in param itself; rank 0 sends in a broadcast, and has the parts
@@ -286,6 +291,11 @@ def read_description(
         ) from error
 
 
+def _is_plain_kind(key: str, entry: Any) -> bool:
+    """True for a description of plain values, of which a hook before this one may have made a low-bit weight."""
+    return entry is not None and read_description(key, entry)[0].is_stored_plain
+
+
 def check_described(param: Tensor, key: str, entry: Any) -> None:
     """Raise ValueError unless a tensor of this description is stored as `param` is."""
     own = local(param)
@@ -363,156 +373,6 @@ def joined(state_dict: Mapping[str, Any], model: nn.Module | None = None) -> dic
         key = owners.get(name, name)
         found[key] = made.get(key, value)
     return found
-
-
-# ---- parts of a tensor ---------------------------------------------------------------------------------------------
-
-
-def split(value: Tensor) -> dict[str, Tensor] | None:
-    """The inner tensors of a low-bit tensor, or DTensors of them, by name; their memory is shared.
-
-    None if the inner tensors and `describe` do not describe the tensor: a flattened view, a DTensor that is transposed
-    or whose shards share scales.
-    """
-    own = local(value)
-    if own.flat_from is not None or (own.transposed and is_dtensor(value)):
-        return None
-    inner = {name: t.detach() for name, t in own.inner_tensors().items()}
-    if not is_dtensor(value):
-        return inner
-    placements = placements_of_parts(value)
-    if placements is None:
-        return None
-    shapes = own.inner_shapes(value.shape)
-    return {name: placed(value, t, placements[name], shapes[name][0]) for name, t in inner.items()}
-
-
-def placements_of_parts(value: DTensor) -> dict[str, list[Placement]] | None:
-    """Placements of the inner tensors of a DTensor over a low-bit tensor, or None. They are the same on all ranks."""
-    own: Any = value.to_local()
-    shape = tuple(value.shape)
-    dims = [getattr(placement, "dim", None) for placement in value.placements]
-    found: dict[str, list[Placement]] = {name: [] for name in own.inner_tensors()}
-    for placement, dim, ranks in zip(value.placements, dims, value.device_mesh.shape, strict=True):
-        for name, places in found.items():
-            place: Placement | None = None
-            if placement.is_replicate():
-                place = placement
-            elif dim == 0:
-                place = _along_rows(own, name, placement)
-            elif dim is not None and dims.count(dim) == 1:
-                place = _along(own, name, shape, placement, dim, ranks)
-            if place is None:
-                return None
-            places.append(place)
-    return found
-
-
-def _along_rows(own: LowbitTensor, name: str, placement: Placement) -> Placement | None:
-    from torch.distributed.tensor import Replicate
-
-    try:
-        return placement if name in own._row_attrs() else Replicate()
-    except NotImplementedError:  # blocks of several rows share a scale
-        return None
-
-
-def _along(
-    own: LowbitTensor, name: str, shape: tuple[int, ...], placement: Placement, dim: int, ranks: int
-) -> Placement | None:
-    """The placement of an inner tensor for a shard along `dim` > 0, from the lengths of every rank's inner tensor."""
-    from torch.distributed.tensor import Replicate
-
-    if dim >= len(own.inner_shapes(shape)[name][0]):  # one for the whole tensor
-        return Replicate()
-
-    def inner(length: int) -> int:
-        return own.inner_shapes((*shape[:dim], length, *shape[dim + 1 :]))[name][0][dim]
-
-    held = [inner(length) for length in _lengths(shape[dim], ranks)]
-    whole = inner(shape[dim])
-    if held == _lengths(whole, ranks):
-        return placement
-    return Replicate() if held == [whole] * ranks else None
-
-
-def _lengths(size: int, ranks: int) -> list[int]:
-    """Lengths of the parts of a dimension that Shard splits."""
-    step = -(-size // ranks)
-    edges = [min(rank * step, size) for rank in range(ranks + 1)]
-    return [end - start for start, end in pairwise(edges)]
-
-
-def join(param: Any, given: Mapping[str, Any], key: str, *, keep_dtypes: bool) -> Tensor:
-    """A low-bit tensor like `param` over the inner tensors `given` by name, without copies.
-
-    Inner tensors of a sharded parameter are DTensors as `split` gives them, or whole on every rank. With `keep_dtypes`
-    scales must have the dtype that `param` has.
-
-    Raises ValueError, with `key` as the parameter's name, for parts that are missing, unknown or misshapen.
-    """
-    own, shape = local(param), tuple(param.shape)
-    like = own._with(shape=shape)
-    for name, t in given.items():
-        if not isinstance(t, Tensor) or isinstance(local(t), LowbitTensor):
-            raise ValueError(f"{key}.{name} is {t!r:.80}; accepted: a plain tensor")
-    whole = like._with({name: given.get(name) for name in own.tensor_attrs}, shape)
-    needed = ({"codes", "scale"} & {*own.tensor_attrs}) | {*like.inner_tensors()}
-    expected = whole.inner_shapes(shape) if needed <= given.keys() else {}
-    if lacking := sorted((needed | expected.keys()) - given.keys()):
-        raise ValueError(
-            f"{key} has {', '.join(given)} and lacks {', '.join(lacking)}; {like!r} takes all of its parts or none"
-        )
-    if keep_dtypes and "scale" in expected:
-        expected["scale"] = expected["scale"][0], own.scale.dtype
-    first, *others = given
-    for name, t in given.items():
-        found, wanted = (tuple(t.shape), t.dtype), expected.get(name)
-        is_of_kind = not own.is_floating(name) or t.dtype in FLOATS
-        if found != wanted or not is_of_kind:
-            what = "size mismatch for " if wanted is not None and found[0] != wanted[0] else ""
-            raise ValueError(
-                f"{what}{key}.{name}: it is {describe_part(*found)}, expected "
-                f"{describe_part(*wanted) if wanted else 'none'}; the model has {like!r}: prepare it with the scheme, "
-                "group size and dtype that were saved"
-            )
-    for name in others:
-        if given[name].device != given[first].device:
-            raise ValueError(
-                f"{key}.{name} is on {given[name].device}, {key}.{first} on {given[first].device}; accepted: one device"
-            )
-    parts = {name: _own_part(t, param, name, key) for name, t in given.items()}
-    tensors = {name: parts.get(name) for name in own.tensor_attrs}
-    return placed_as(param, own._with(tensors))
-
-
-def _own_part(t: Tensor, param: Tensor, name: str, key: str) -> Tensor:
-    """This rank's part of inner tensor `name`, dense and contiguous."""
-    if not is_dtensor(param):
-        if is_dtensor(t):
-            raise ValueError(
-                f"{key}.{name} is a DTensor, and the model is not sharded: gather it by full_tensor()"
-            )
-        return t.detach().contiguous()
-    placements = placements_of_parts(param)
-    wanted = None if placements is None else placements.get(name, placements.get("scale"))
-    if wanted is None:
-        raise ValueError(
-            f"{key} is placed as {param.placements}, where parts share scales: load it whole"
-        )
-    if not is_dtensor(t):
-        from torch.distributed.tensor import distribute_tensor
-
-        shard = distribute_tensor(
-            as_bytes(t.detach()), param.device_mesh, wanted, src_data_rank=None
-        )
-        return shard.to_local().contiguous().view(t.dtype)
-    if t.device_mesh != param.device_mesh or list(t.placements) != list(wanted):
-        raise ValueError(
-            f"{key}.{name} is placed as {t.placements} on {t.device_mesh}; expected {tuple(wanted)} on "
-            f"{param.device_mesh}"
-        )
-    return t.to_local().contiguous()
 
 
 # ---- registration of the hooks -----------------------------------------------------------------------------------

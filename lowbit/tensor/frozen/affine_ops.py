@@ -8,7 +8,8 @@ Arithmetic, which tools that merge adapters into a model do:
 
 Other writes quantize again, so a change smaller than half a quantization step is mostly lost. Each block keeps its
 scale unless a new one has the smaller error, so values that do not change keep their bits. A write to a part that
-shares scales with other values, such as columns of int8 rows, raises NotImplementedError. `lowbit.dequantize_(model)`
+shares scales with other values, such as columns of int8 rows, raises NotImplementedError, unless these scales give the
+new values exactly, as they give zeros. `lowbit.dequantize_(model)`
 before merging loses nothing.
 """
 
@@ -84,6 +85,12 @@ def products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
     *(aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim),
     *(aten.amax.default, aten.amin.default, aten.std.correction),
     *(aten.linalg_vector_norm.default, aten.norm.ScalarOpt_dim),
+    *(
+        aten.ones_like.default,
+        aten.full_like.default,
+        aten.rand_like.default,
+        aten.randn_like.default,
+    ),
     *(aten._weight_norm_interface.default, aten._weight_norm_interface_backward.default),
 )
 def _read(func: Any, args: Any, kwargs: Any) -> Tensor:
@@ -98,6 +105,7 @@ def _values(x: Any) -> Any:
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
     *(aten.add_.Scalar, aten.mul_.Scalar, aten.div_.Scalar),
     *(aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcdiv_.default),
+    *(aten.zero_.default, aten.fill_.Scalar, aten.masked_fill_.Scalar, aten.index_put_.default),
 )
 def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Computes in float32, or in float64 for float64 weights."""

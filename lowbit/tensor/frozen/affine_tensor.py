@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Self
 
 import torch
@@ -48,7 +49,7 @@ from lowbit.tensor.frozen.cpu_values import ReadOnCpu, rows_of_embedding
 from lowbit.tensor.frozen.frozen import asks_for_gradient
 from lowbit.tensor.frozen.op_arguments import ReadByOps
 from lowbit.tensor.frozen.products import multiplied, rounded_for_experts
-from lowbit.tensor.frozen.requantize import check_room, holds, requantize, rescale
+from lowbit.tensor.frozen.requantize import check_room, holds, requantize, rescale, write_exactly
 from lowbit.tracing.report import specs_name
 
 torch.serialization.add_safe_globals([Int, Float8, LookupTable, Spec, Scheme])
@@ -232,36 +233,6 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         return made
 
     @classmethod
-    def of_siblings(
-        cls,
-        weights: Sequence[Tensor],
-        schemes: Sequence[Scheme],
-        scales: str | None,
-        joint: Tensor | None,
-    ) -> list[AffineTensor]:
-        """`quantized` of siblings, with its errors. They multiply the same inputs, so a search that suits these takes
-        them from all of the weights.
-
-        Args:
-            weights: [..., N, K] that differ in N alone, on one device.
-            schemes: one a weight, of one `Spec`, without static activations.
-            scales, joint: as for `quantized`; `joint` of all weights.
-        """
-        spec, both = schemes[0].weight, [*zip(weights, schemes, strict=True)]
-        if scales != "searched" or spec.scales is None:
-            return [cls.quantized(w, scheme, scales, joint=joint) for w, scheme in both]
-        try:
-            made = cls.searched(torch.cat([w.detach() for w in weights], -2), spec, joint=joint)
-        except ValueError as error:
-            raise ValueError(f"with the siblings that share its scales: {error}") from error
-        parts = made.split([w.shape[-2] for w in weights], -2)
-        found = []
-        for part, (weight, scheme) in zip(parts, both, strict=True):
-            found.append(part.clone()._with(dtype=weight.dtype, activation=scheme.activation))
-            check_finite(found[-1], weight)  # again, since torch.cat may widen
-        return found
-
-    @classmethod
     def quantized(
         cls,
         weight: Tensor,
@@ -284,8 +255,7 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if joint is not None and (spec.scales is None or scales != "searched"):
             return cls.from_float(weight, scheme, input_qparams=input_qparams, joint=joint)
         if scales is None:
-            is_searched = spec.has_few_codes or spec.super_blocks is not None
-            scales = "searched" if is_searched else "minmax"
+            scales = "searched" if spec.is_searched else "minmax"
         if scales == "searched":
             return cls.searched(weight, scheme, input_qparams=input_qparams, joint=joint)
         return cls.from_float(weight, scheme, input_qparams=input_qparams)
@@ -419,18 +389,33 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         """The tensor that holds these codes and is not transposed, and `values` [..., N, K] as it holds them."""
         return (self._transposed(), values.transpose(-2, -1)) if self.transposed else (self, values)
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        """Raises ValueError for NaN and infinite values, since one makes its whole block useless."""
+    def _encode(self, values: Tensor, joint: Tensor | None = None) -> dict[str, Tensor | None]:
+        """By the default scales of `quantized`. Raises ValueError for NaN and infinite values, since one makes
+        its whole block useless. `joint`: what the scales share with siblings (`Spec.joint_part`)."""
         weight, stored = self._as_stored(values)
         if type(weight) is not type(self):
-            return weight._encode(stored)
+            return weight._encode(stored, joint)
         is_known = not values.is_meta and not torch.compiler.is_compiling()
         if is_known and (bad := count_nonfinite(values)):
             raise ValueError(
                 f"{bad} NaN or infinite values of {values.numel()} cannot be written into {self!r}: repair or reload "
                 "them first"
             )
-        found = {**self._encode_as(stored, self.spec, self.scale.dtype), **self._of_input()}
+        spec, dtype = self.spec, self.scale.dtype
+        if spec.scales is None and joint is not None:
+            found = self._encode_as(stored, spec, dtype, (joint, None))
+        elif (
+            is_known
+            and stored.numel()
+            and spec.is_searched
+            and representation_of(spec) is type(self)
+        ):
+            has_own = spec.scales is not None or spec.super_blocks is not None
+            searched = spec if has_own else replace(spec, scale_dtype=dtype)
+            found = {**AffineTensor.searched(stored, searched).inner_tensors()}
+        else:
+            found = self._encode_as(stored, spec, dtype, None, joint)
+        found.update(self._of_input())
         check_reach(self.spec, found)
         check_finite(self._with(found), values)
         return found
@@ -467,7 +452,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
 
     def requantize_(self, values: Tensor) -> None:
         """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
-        Multiples of what the blocks hold multiply their scales, which loses nothing.
+        Multiples of what the blocks hold multiply their scales, which loses nothing, and values that the present scales
+        give exactly, as those of a pruned weight, keep the scales.
 
         Warns where it rounds. Raises ValueError for values of another shape, and for those that are not finite or round
         to infinity. The weight then stays unchanged.
@@ -478,15 +464,14 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
         if type(weight) is not type(self):
             weight.requantize_(stored)
             return
-        if rescale(weight, stored):
+        if rescale(weight, stored) or write_exactly(weight, stored):
             return
         check_weight(values, f"the new value of {type(self).__name__} {tuple(self.shape)}")
         check_room(weight, stored, requantize)
         warnings.warn(
             f"{type(self).__name__} of {self.spec.format} takes new values, rounded to its own codes: changes below "
-            "half the distance of two of them are lost. lowbit.peft.merge_(model, batches=…) learns the rounding, for "
-            "low-bit files and export(…, like=folder); for a plain model, which loses nothing, call "
-            "lowbit.dequantize_(model) before merging",
+            "half the distance of two of them are lost. lowbit.dequantize_(model) before the change loses nothing. To "
+            "merge adapters into low-bit weights, lowbit.peft.merge_(model, batches=…) learns the rounding",
             stacklevel=1,  # this line, so that all weights together warn once
         )
         requantize(weight, stored)
@@ -498,13 +483,18 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             return self._transposed().holds(values.transpose(-2, -1))
         return holds(self, values)
 
+    def _write_exactly(self, values: Tensor) -> bool:
+        return self.flat_from is None and write_exactly(*self._as_stored(values))
+
     def _new_scales(self, x: Tensor) -> tuple[dict[str, Tensor], tuple[Tensor, Tensor | None]]:
         """Scales and zero points of padded values x: the inner tensors, by name, and as `lowbit.numerics.affine` takes
         them. The part that all blocks share stays."""
         if self.spec.scales is not None:
             found = self.spec.choose_scales(x, kept=self.inner_tensors())
             return {"scale": found["scale"]}, (self.spec.scales.decode(found), None)
-        scale, zero_point = self.spec.choose_qparams(x, self.scale.dtype)
+        searches = self.spec.is_searched and not x.is_meta and not torch.compiler.is_compiling()
+        choose = self.spec.search_qparams if searches else self.spec.choose_qparams
+        scale, zero_point = choose(x, self.scale.dtype)
         point = {} if zero_point is None else {"zero_point": zero_point}
         return {"scale": scale, **point}, (scale, zero_point)
 

@@ -85,8 +85,8 @@ class OrderedTensor(AffineTensor):
             return self._transposed()._as_stored(values.transpose(-2, -1))
         return self.sorted_matrix, self.in_order(values)
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        return {**super()._encode(values), "order": self.order}
+    def _encode(self, values: Tensor, joint: Tensor | None = None) -> dict[str, Tensor | None]:
+        return {**super()._encode(values, joint), "order": self.order}
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
         found = super().inner_shapes(shape)

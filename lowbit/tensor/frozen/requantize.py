@@ -50,12 +50,31 @@ def write(weight: Any, values: Tensor, qparams: tuple[Tensor, Tensor | None] | N
         weight.zero_point.copy_(zero_point)
 
 
+def write_exactly(weight: Any, values: Tensor) -> bool:
+    """Write `values` [..., N, K] into the codes of an AffineTensor that is not transposed, if its present scales give
+    them exactly. Returns whether it did."""
+    if weight.numel() == 0 or weight.is_meta or torch.compiler.is_compiling():
+        return False
+    found = []
+    for part, own in _row_chunks(weight, values.to(weight.device)):
+        trial = part.clone()._with(dtype=own.dtype)
+        write(trial, own)
+        if not torch.equal(trial.dequantize(), own):
+            return False
+        found.append((part, trial.codes))
+    for part, codes in found:
+        part.codes.copy_(codes)
+    return True
+
+
 def widen(weight: Any, factor: Tensor) -> None:
     """Let the part of the scales that an AffineTensor shares with siblings reach `factor` times as far: a power of two,
-    float32 [..., 1, 1]. Its values stay, except the smallest ones of float8, which are rounded again."""
+    float32 [..., 1, 1]. Its values stay, except those whose scales, or codes in float8, would be below the smallest
+    normal number: they are rounded again."""
+    weight = weight._transposed() if weight.transposed else weight
+    values = weight._with(dtype=torch.promote_types(weight.dtype, torch.float32)).dequantize()
     if weight.spec.scales is None:
-        wide = weight._with(dtype=torch.promote_types(weight.dtype, torch.float32)).dequantize()
-        write(weight, wide.mT if weight.transposed else wide, (weight.scale * factor, None))
+        write(weight, values, (weight.scale * factor, None))
         return
     scale = weight.scale_values()
     shared = getattr(weight, weight.spec.scales.joint)
@@ -63,6 +82,8 @@ def widen(weight: Any, factor: Tensor) -> None:
     parts = {name: getattr(weight, name) for name in weight.spec.scales.shared}
     nearest = weight.spec.scales.nearest(scale, parts)
     weight.scale.copy_(weight.spec.scales.encode_given(nearest, parts)["scale"])
+    if not torch.equal(nearest, scale):
+        requantize(weight, values)
 
 
 def rescale(weight: Any, values: Tensor) -> bool:

@@ -82,8 +82,8 @@ class TableTensor(AffineTensor):
     def _load(self, columns: int) -> Tensor:
         return _table(self.spec).look_up(self.codes, columns)
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
-        found = super()._encode(values)
+    def _encode(self, values: Tensor, joint: Tensor | None = None) -> dict[str, Tensor | None]:
+        found = super()._encode(values, joint)
         own, new = self.scale_absmax, found.get("scale_absmax")
         if own is not None and new is not None and own.shape != new.shape:
             found["scale_absmax"] = new.repeat_interleave(own.shape[-1] // new.shape[-1], -1)

@@ -26,7 +26,7 @@ from lowbit.numerics.packing import pack, packed_size, unpack
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core import InnerShapes, check_weight, stored_shape
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.requantize import rescale
+from lowbit.tensor.frozen.requantize import rescale, write_exactly
 
 
 def magnitude(weight: Tensor) -> Tensor:
@@ -95,14 +95,16 @@ class TernaryTensor(AffineTensor):
     def requantize_(self, values: Tensor) -> None:
         """Raises NotImplementedError for values that are not a multiple of the present ones. Some values are zero, so
         their mean magnitude is below the scale: rounding would alter even unchanged values."""
-        if values.shape == self.shape and rescale(*self._as_stored(values)):
-            return
+        if values.shape == self.shape:
+            weight, stored = self._as_stored(values)
+            if rescale(weight, stored) or write_exactly(weight, stored):
+                return
         raise self._unsupported(
             "changes other than by a positive factor, since all its elements share one scale (call "
             "lowbit.dequantize_(model) before merging into it)"
         )
 
-    def _encode(self, values: Tensor) -> dict[str, Tensor | None]:
+    def _encode(self, values: Tensor, joint: Tensor | None = None) -> dict[str, Tensor | None]:
         return {**_encoded(values.transpose(-2, -1) if self.transposed else values)}
 
     def _blocks_along(self, dim: int) -> int:

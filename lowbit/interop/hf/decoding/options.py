@@ -64,6 +64,7 @@ def read(model: Any, call: Prepared) -> Options:
     pad_id = 0 if pad is None else int(pad)
     batch, length = call.input_ids.shape
     _check_angles(model, length, longest)
+    _check_tokens(model, call.input_ids)
     start = _starts(call.model_kwargs, batch, length)
     processors = checked_processors(call.processors, start)
     return Options(
@@ -120,6 +121,21 @@ def _check_model(model: Any) -> None:
     places = set(map(str, (getattr(model, "hf_device_map", None) or {}).values()))
     if len(places) > 1:
         raise refused(f"a model on {sorted(places)}", "one device holds the whole model")
+
+
+def _check_tokens(model: Any, input_ids: Tensor) -> None:
+    """Raise ValueError for a token that the model has no embedding for, before a kernel of a GPU aborts the process.
+    The host waits for the device, once a call."""
+    weight = getattr(model.get_input_embeddings(), "weight", None)
+    if weight is None:
+        return
+    least, most = torch.stack(input_ids.aminmax()).tolist()
+    if least < 0 or most >= len(weight):
+        raise ValueError(
+            f"input_ids has the token {most if most >= len(weight) else least}; accepted: 0 to {len(weight) - 1}, the "
+            f"embeddings of {type(model).__name__}. Take the tokenizer of this model, or call "
+            "model.resize_token_embeddings(len(tokenizer)) before the model is quantized"
+        )
 
 
 def _check_angles(model: Any, length: int, longest: int) -> None:
