@@ -243,7 +243,9 @@ def test_rows_and_columns_without_gradients_do_not_leap(state, fused):
     """A refreshed basis in few bits turns moments of other directions into theirs, whose second moment is nearly 0.
     With float32 states noise moves these rows by up to 11 here, too."""
     params = parameters((64, 256), (64, 256))
-    optimizer = SOAP(params, lr=1.0, weight_decay=0.0, state=state, precondition_frequency=2, fused=fused)
+    optimizer = SOAP(
+        params, lr=1.0, weight_decay=0.0, state=state, precondition_frequency=2, fused=fused
+    )
     for step in range(8):
         before = [p.detach().clone() for p in params]
         set_grads(params, step)
