@@ -4,8 +4,8 @@
 # weights and moments in bfloat16 afterwards, where steps of 1e-5 move 15% of the elements of a weight instead of all. Nothing
 # warns. Evaluations in the middle of train() leave the dtype alone, and run in float32 in spite of the argument.
 #
-# One would guess that an evaluation leaves the model as it is: the argument is about how to evaluate, and the
-# documentation warns of lower metrics alone.
+# One would guess that an evaluation leaves the model as it is: the documentation says of the argument that it applies
+# during evaluation only.
 #
 # Exits non-zero if the model is float32 after evaluate().
 set -euo pipefail
