@@ -19,6 +19,10 @@ With gradient G (negated to maximize) of a matrix P [rows, cols], and t counted 
 M is the mean of the gradients in the basis; turning it with the basis keeps it that of the unrotated gradients. A side
 longer than `max_precondition_dim` has no preconditioner, and Q is the identity there. Products, QR and eigenvectors are
 float32 on decoded states. `lowbit.optim.step.soap_step` makes the step.
+
+With states other than "fp32" the quotient M / sqrt(V) is clamped to `lowbit.optim.adam.largest_ratio`. Directions
+without gradients, such as those of rows whose gradients are 0, have a V near 0. A basis in few bits that was refreshed
+turns a little of the other directions' M into them, and they would move by hundreds of learning rates.
 """
 
 from __future__ import annotations

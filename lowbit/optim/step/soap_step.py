@@ -14,6 +14,7 @@ that of a state which takes its place again.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -127,10 +128,12 @@ class RotatedBatch(Batch):
         step: Tensor,
         betas: tuple[float, float],
         eps: float,
+        state: str,
     ) -> Tensor:
         """Adam's update of rotated moments, which it changes in place. The first step made none."""
         update = torch.zeros_like(grad)
         options: Any = {"lr": 1.0, "betas": betas, "eps": eps, "weight_decay": 0.0}
+        options["state"] = "fp32" if state == "fp32" else "4bit"  # which clamps the quotient
         adam.reference(update, grad, exp_avg, exp_avg_sq, step=step - 1, **options)
         return update.neg_()
 
@@ -140,7 +143,8 @@ class RotatedBatch(Batch):
 
     def half(self, group: dict[str, Any]) -> tuple[Rule, dict[str, float]]:
         beta1, beta2 = group["betas"]
-        return _DIRECTION, {"beta1": beta1, "beta2": beta2}
+        largest = math.inf if group["state"] == "fp32" else adam.largest_ratio(beta1, beta2)
+        return _DIRECTION, {"beta1": beta1, "beta2": beta2, "largest": largest}
 
     def ratio(self, shape: torch.Size, group: dict[str, Any]) -> float:
         return 1.0
@@ -181,13 +185,14 @@ _PREPARE = """
     c[2] = 1.0 - beta1;
     c[3] = beta2;
     c[4] = 1.0 - beta2;
+    c[5] = largest;
 """
 _UPDATE = """
     s[0] += c[2] * (g - s[0]);
     s[1] = c[3] * s[1] + c[4] * g * g;
-    w = quotient(s[0], sqrtf(s[1]) + c[1]) * c[0];
+    w = limit_magnitude(quotient(s[0], sqrtf(s[1]) + c[1]), c[5]) * c[0];
 """
-_DIRECTION = Rule(("beta1", "beta2", "eps"), _PREPARE, _UPDATE)
+_DIRECTION = Rule(("beta1", "beta2", "eps", "largest"), _PREPARE, _UPDATE)
 
 
 # ---- one parameter ------------------------------------------------------------------------------------------
