@@ -44,6 +44,7 @@ NEEDS = {
     "docs/torchtitan.md": ("torchtitan",),
     "docs/transformers.md": ("transformers", "accelerate", "safetensors"),
     "docs/wishes/gpt-oss.md": ("transformers", "peft", "accelerate", "safetensors"),
+    "docs/wishes/int8.md": ("transformers", "safetensors"),
     "docs/wishes/merge.md": ("transformers", "peft", "safetensors"),
     "docs/wishes/qat-experts.md": ("transformers", "accelerate", "safetensors"),
     "docs/wishes/rollouts.md": ("transformers", "safetensors"),
