@@ -346,6 +346,17 @@ def test_figures_of_choosing_stand_on_the_linked_pages() -> None:
     assert found > 30
 
 
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "wishes"], ids=name_of)
+def test_figures_of_a_wish_stand_on_the_pages_that_it_links(page: Path) -> None:
+    """Decimals, percentages and thousands, of its text."""
+    links = re.findall(r"\]\((\.\.[^)#]+\.md)", prose(page))
+    sources = "\n".join(text_of((page.parent / link).resolve()) for link in links)
+    text = re.sub(r"\(http[^)]+\)|`[^`]+`", "", prose(page))
+    figures = re.findall(r"(?<![\w.,])(?:\d+(?:,\d{3})*\.\d+|\d+(?:,\d{3})+|\d+(?=%))(?![\w.]\d)", text)
+    absent = [f for f in figures if not re.search(rf"(?<![\d.]){re.escape(f)}(?!\d)", sources)]
+    assert not absent
+
+
 @each_page
 def test_public_names_exist(page: Path) -> None:
     """Names in backticks such as `lowbit.optim.AdamW4bit`."""
