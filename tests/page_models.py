@@ -1,4 +1,4 @@
-"""The folders and texts that the snippets of docs/wishes read: tiny, under the names that their readers have for theirs."""
+"""The folders and texts that the snippets of docs/wishes read: tiny, under the names that readers have for theirs."""
 
 from __future__ import annotations
 

@@ -82,7 +82,9 @@ def test_a_test_runs_every_block(name: str, text: str) -> None:
     assert set(fences[1::2]) <= {"```"}
     allowed = {f"```{kind}" for kind in BLOCKS} | ({"```"} if name in DIAGRAMS else set())
     assert set(opened) <= allowed
-    assert ROOT / name in PAGES or not opened, "the tests run the blocks of the pages that tests/test_readme.py lists"
+    assert ROOT / name in PAGES or not opened, (
+        "the tests run the blocks of the pages that tests/test_readme.py lists"
+    )
 
 
 @pytest.mark.parametrize(("kind", "path"), BLOCKS.items())

@@ -352,7 +352,9 @@ def test_figures_of_a_wish_stand_on_the_pages_that_it_links(page: Path) -> None:
     links = re.findall(r"\]\((\.\.[^)#]+\.md)", prose(page))
     sources = "\n".join(text_of((page.parent / link).resolve()) for link in links)
     text = re.sub(r"\(http[^)]+\)|`[^`]+`", "", prose(page))
-    figures = re.findall(r"(?<![\w.,])(?:\d+(?:,\d{3})*\.\d+|\d+(?:,\d{3})+|\d+(?=%))(?![\w.]\d)", text)
+    figures = re.findall(
+        r"(?<![\w.,])(?:\d+(?:,\d{3})*\.\d+|\d+(?:,\d{3})+|\d+(?=%))(?![\w.]\d)", text
+    )
     absent = [f for f in figures if not re.search(rf"(?<![\d.]){re.escape(f)}(?!\d)", sources)]
     assert not absent
 

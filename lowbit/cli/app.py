@@ -39,7 +39,7 @@ def _command(
             lowbit.give_out_names()
             getattr(importlib.import_module(f"lowbit.cli.{module}"), function.__name__)(**given)
 
-        short = (function.__doc__ or "").partition("\n")[0]  # which the list of commands would cut off
+        short, _, _ = (function.__doc__ or "").partition("\n")  # the list would cut it off
         return app.command(name or function.__name__, short_help=short)(run)
 
     return enter

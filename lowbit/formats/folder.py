@@ -100,7 +100,9 @@ def of_the_hub(path: Path) -> str:
     is_file = path.suffix in (".json", ".gguf")
     if is_file or path.exists() or path.is_absolute() or len(path.parts) != 2:
         return ""
-    return f"; lowbit downloads nothing: `hf download {path} --local-dir {path.name}` makes a folder"
+    return (
+        f"; lowbit downloads nothing: `hf download {path} --local-dir {path.name}` makes a folder"
+    )
 
 
 def _is_file(path: Path) -> bool:
