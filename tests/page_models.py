@@ -66,7 +66,7 @@ MAKERS: dict[str, Callable[[Path], None]] = {
 
 
 def make(code: str, folder: Path) -> None:
-    """Make in `folder` what `code` names, a snippet in whose first mention of a name the name is read."""
+    """Make in `folder` what `code` reads: the names in quotes that it does not save itself."""
     for name, maker in MAKERS.items():
         if f'"{name}"' in code and f'save_pretrained("{name}")' not in code:
             maker(folder / name)
