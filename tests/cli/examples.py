@@ -39,7 +39,7 @@ def beside_pages() -> list[str]:
 
 
 def needs_transformers(line: str) -> bool:
-    options = ("--data", "--method", "estimate model/config.json")
+    options = ("--data", "--method", "estimate model/config.json", "inspect model.gguf")
     return command_of(line) in ("eval", "generate") or any(one in line for one in options)
 
 
