@@ -21,8 +21,8 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+from tests.test_readme import PAGES, ROOT
+
 RUN_ELSEWHERE = {
     "lowbit": ("tests/cli/test_examples.py", "lowbit"),
     ".ci/run": (".github/workflows/ci.yml", ".ci/run"),
@@ -82,8 +82,9 @@ def test_a_test_runs_every_block(name: str, text: str) -> None:
     assert set(fences[1::2]) <= {"```"}
     allowed = {f"```{kind}" for kind in BLOCKS} | ({"```"} if name in DIAGRAMS else set())
     assert set(opened) <= allowed
-    run = name == "README.md" or re.fullmatch(r"docs/[\w-]+\.md", name)
-    assert run or not opened, "the tests run the blocks of the README and of the pages in docs/"
+    assert ROOT / name in PAGES or not opened, (
+        "the tests run the blocks of the pages that tests/test_readme.py lists"
+    )
 
 
 @pytest.mark.parametrize(("kind", "path"), BLOCKS.items())
@@ -114,6 +115,9 @@ def test_a_command_is_right(command: str, page: str, monkeypatch: pytest.MonkeyP
         assert (ROOT / NOT_RUN[program]).exists()
     elif program == "pip":
         installs(words)
+    elif program == "hf":  # downloads what a snippet of the page reads, which tests make
+        (path,) = [p for p in PAGES if p.stem == page]
+        assert words[0] == "download" and f'"{words[-1]}"' in path.read_text(encoding="utf-8")
     elif program in ("python", "torchrun") and words[0] == "-c":
         compile(words[1], "page", "exec")
     elif program in ("python", "torchrun"):

@@ -24,7 +24,11 @@ from tests import forked
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 LOG = ROOT / "benchmarks/LOG.md"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    README,
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs/wishes").glob("*.md")),
+]
 NEEDS = {
     "README.md": ("safetensors",),
     "docs/calibration.md": ("transformers", "safetensors"),
@@ -39,6 +43,11 @@ NEEDS = {
     "docs/serving.md": ("transformers", "safetensors"),
     "docs/torchtitan.md": ("torchtitan",),
     "docs/transformers.md": ("transformers", "accelerate", "safetensors"),
+    "docs/wishes/gpt-oss.md": ("transformers", "peft", "accelerate", "safetensors"),
+    "docs/wishes/int8.md": ("transformers", "safetensors"),
+    "docs/wishes/merge.md": ("transformers", "peft", "safetensors"),
+    "docs/wishes/qat-experts.md": ("transformers", "accelerate", "safetensors"),
+    "docs/wishes/rollouts.md": ("transformers", "safetensors"),
 }
 """Packages that the snippets of a page import, beyond torch. Without them the test skips and names what is missing."""
 SET_UP = {"", "lowbit", "lowbit_kernels", "recipes", "torch", "triton", "numpy", "pytest"}
@@ -90,7 +99,7 @@ each_page = pytest.mark.parametrize("page", PAGES, ids=name_of)
 
 
 @pytest.mark.pages
-@pytest.mark.parametrize("page", [p for p in PAGES if p.stem != "design"], ids=name_of)
+@pytest.mark.parametrize("page", [p for p in PAGES if blocks(p, "python")], ids=name_of)
 def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
     """In order, in one namespace, as a reader would paste them. What a `text` block shows is printed.
 
@@ -99,6 +108,10 @@ def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
     """
     for package in NEEDS.get(name_of(page), ()):
         pytest.importorskip(package)
+    if page.parent.name == "wishes":
+        from tests.page_models import make  # imports those packages
+
+        make("\n".join(blocks(page, "python")), tmp_path)
     snippets, files = [], write_files(page, tmp_path)
     for number, code in enumerate(blocks(page, "python"), start=1):
         if (name := file_of(code)) is not None:
@@ -106,7 +119,6 @@ def test_python_snippets_run(page: Path, tmp_path: Path) -> None:
         path = tmp_path / f"{page.stem}_snippet_{number}.py"
         path.write_text(code, encoding="utf-8")
         snippets.append(str(path))
-    assert snippets
     store = str(tmp_path / "store") if name_of(page) in DISTRIBUTED else ""
     done = forked.run(RUNNER, store, *snippets, folder=tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -332,6 +344,21 @@ def test_figures_of_choosing_stand_on_the_linked_pages() -> None:
         assert not absent, f"{absent} in {part!r}"
         found += len(figures)
     assert found > 30
+
+
+@pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "wishes"], ids=name_of)
+def test_figures_of_a_wish_stand_on_the_pages_that_it_links(page: Path) -> None:
+    """Decimals, percentages and thousands, of its text."""
+    links = re.findall(r"\]\((\.\.[^)#]+\.md)", prose(page))
+    sources = "\n".join(text_of((page.parent / link).resolve()) for link in links)
+    sources = re.sub(r"(?<=\d),(?=\d{3})", "", sources)
+    text = re.sub(r"\(http[^)]+\)|`[^`]+`", "", prose(page))
+    figures = re.findall(
+        r"(?<![\w.,])(?:\d+(?:,\d{3})*\.\d+|\d+(?:,\d{3})+|\d+(?=%))(?![\w.]\d)", text
+    )
+    plain = [figure.replace(",", "") for figure in figures]
+    absent = [f for f in plain if not re.search(rf"(?<![\d.]){re.escape(f)}(?!\d)", sources)]
+    assert not absent
 
 
 @each_page

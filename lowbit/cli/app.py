@@ -39,7 +39,8 @@ def _command(
             lowbit.give_out_names()
             getattr(importlib.import_module(f"lowbit.cli.{module}"), function.__name__)(**given)
 
-        return app.command(name or function.__name__)(run)
+        short, _, _ = (function.__doc__ or "").partition("\n")  # the list would cut it off
+        return app.command(name or function.__name__, short_help=short)(run)
 
     return enter
 

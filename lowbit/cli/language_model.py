@@ -13,7 +13,7 @@ from torch import nn
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.building import built
-from lowbit.formats.folder import Folder
+from lowbit.formats.folder import Folder, of_the_hub
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.formats.reading import load_pretrained, opened
 
@@ -42,7 +42,9 @@ def check(path: Path) -> Folder | GgufFile:
     Raises FormatError if the path is not a model, or a damaged one.
     """
     if not path.exists():
-        raise FormatError(f"{path} does not exist; give a folder with config.json, or a GGUF file")
+        raise FormatError(
+            f"{path} does not exist; give a folder with config.json, or a GGUF file{of_the_hub(path)}"
+        )
     return opened(path)
 
 

@@ -15,7 +15,7 @@ from lowbit.convert import routers_among
 from lowbit.convert.experts import COUNTS
 from lowbit.formats.base import FormatError, layer_of
 from lowbit.formats.building import EmptyOnMeta, check_config
-from lowbit.formats.folder import Folder, read_json
+from lowbit.formats.folder import Folder, of_the_hub, read_json
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.formats.layer_names import is_embedding, is_head
 
@@ -124,7 +124,9 @@ def _config(file: Path) -> dict[str, Any]:
     if file.suffix == ".gguf":
         return GgufFile(file).config
     if not file.exists():
-        raise FormatError(f"{file} does not exist; give a folder with config.json, or that file")
+        raise FormatError(
+            f"{file} does not exist; give a folder with config.json, or that file{of_the_hub(file)}"
+        )
     try:
         return read_json(file)
     except FormatError as error:

@@ -95,6 +95,16 @@ def names_of_shards(config: Mapping[str, Any]) -> tuple[str, str]:
     return single, f"{single}.index.json"
 
 
+def of_the_hub(path: Path) -> str:
+    """How to get what may be a name of the Hub, "owner/model", to end an error about a path that does not exist."""
+    is_file = path.suffix in (".json", ".gguf")
+    if is_file or path.exists() or path.is_absolute() or len(path.parts) != 2:
+        return ""
+    return (
+        f"; lowbit downloads nothing: `hf download {path} --local-dir {path.name}` makes a folder"
+    )
+
+
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
@@ -161,6 +171,7 @@ class Folder:
         if not self.path.is_dir():
             raise FormatError(
                 f"{self.path} is not a folder; give that of a checkpoint, with config.json"
+                f"{of_the_hub(self.path)}"
             )
         self.config = self._json("config.json")
         with damage_of(f"{self.path}"):

@@ -10,7 +10,7 @@ gpt-oss are also quantized, in groups along their inputs, if the format to write
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.siblings import quantized_together
+from lowbit.tensor.frozen.turned import spec_of_linears
 
 SCALES = ("minmax", "searched")
 
@@ -129,6 +130,8 @@ class Quantizing:
                 continue
             is_stack = item.name in self._stacks
             values = item.value.to(self._device)
+            if is_stack:  # a grid may have blocks in the order of the model
+                scheme = replace(scheme, weight=spec_of_linears(scheme.weight, values.shape[1]))
             own = values.mT.contiguous() if is_stack else values
             weight = self._quantized(item.name, own, scheme)
             lost = underflow(own, weight)

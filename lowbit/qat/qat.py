@@ -11,7 +11,7 @@ et al., arXiv 1712.05877.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Literal
 
@@ -133,7 +133,7 @@ def prepare_(
     targets, report = _targets(model, scheme, filter_fn)
     layers = lora.layers_of(model, targets, merge=adapters == "merge")
     if format is not None and not layers:
-        _check_export(model, targets, format)
+        _check_export(model, map(in_order_of_linears, targets), format)
     lora.name_adapters(report, model, _ADAPTER_NOTES[adapters])
     asked = targets if scales == "learned" else []
     notes = {t.fqn: _why_present(t, scheme is None) for t in asked}
@@ -271,10 +271,10 @@ def _check_free(target: Target) -> None:
     )
 
 
-def _check_export(model: nn.Module, targets: Sequence[Target], format: str) -> None:
+def _check_export(model: nn.Module, targets: Iterable[Target], format: str) -> None:
     from lowbit.formats.foreseen import check_export  # imports all formats
 
-    check_export(model, targets, format, lossy=False)
+    check_export(model, [*targets], format, lossy=False)
 
 
 def _why_present(target: Target, as_stored: bool) -> str | None:

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent.parent
+FOLDER = ROOT / "docs"
 
 
 def of_help() -> list[str]:
@@ -21,12 +22,13 @@ def of_help() -> list[str]:
 
 def of_page(name: str = "command-line") -> list[str]:
     """In order; a later one works on what an earlier one wrote."""
-    text = (ROOT / f"docs/{name}.md").read_text(encoding="utf-8")
+    text = (FOLDER / f"{name}.md").read_text(encoding="utf-8")
     blocks = re.findall(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
     return [line for block in blocks for line in block.splitlines() if line.startswith("lowbit ")]
 
 
-PAGES = [p.stem for p in sorted((ROOT / "docs").glob("*.md")) if of_page(p.stem)]
+NAMES = [str(p.relative_to(FOLDER).with_suffix("")) for p in sorted(FOLDER.rglob("*.md"))]
+PAGES = [name for name in NAMES if of_page(name)]
 """The pages that show commands of lowbit in blocks of bash."""
 
 
@@ -37,7 +39,7 @@ def beside_pages() -> list[str]:
 
 
 def needs_transformers(line: str) -> bool:
-    options = ("--data", "--method", "estimate model/config.json")
+    options = ("--data", "--method", "estimate model/config.json", "inspect model.gguf")
     return command_of(line) in ("eval", "generate") or any(one in line for one in options)
 
 

@@ -257,3 +257,4 @@ def test_version_and_help(capfd: Capture) -> None:
     shown = printed("--help", capfd=capfd)
     names = ("quantize", "export", "inspect", "eval", "generate", "estimate", "bench", "doctor")
     assert all(f"\n  {name} " in shown for name in names)
+    assert "..." not in shown.partition("Commands:")[2]  # whole sentences

@@ -146,6 +146,8 @@ REFUSED = {
     "inspect low --against other": "--against",
     "estimate text.txt": "give a config.json",
     "estimate missing.json": "does not exist",
+    "estimate owner/model": "`hf download owner/model --local-dir model`",
+    "quantize owner/model --out new": "`hf download owner/model --local-dir model`",
     "estimate other/config.json": "has no num_hidden_layers",
     "estimate negative.json": "num_hidden_layers is -2; accepted: whole numbers above 0",
     "bench --device tpu": "torch sees: cpu",

@@ -21,7 +21,7 @@ import lowbit  # noqa: E402
 from lowbit.formats import FormatError  # noqa: E402
 from lowbit.hf import LowbitConfig  # noqa: E402
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision  # noqa: E402
-from tests.integrations.test_launchers import of_page  # noqa: E402
+from tests.integrations.test_launchers import FENCE, PAGE, of_page  # noqa: E402
 
 INT8, INT4 = lowbit.Int8WeightOnly(), lowbit.Int4WeightOnly(32)
 CONVOLUTIONS = {"*conv[12]": INT4, "*": INT4}
@@ -39,10 +39,11 @@ def dit() -> Any:
     return diffusers.DiTTransformer2DModel(**sizes, **planes, num_embeds_ada_norm=20)
 
 
-def flux() -> Any:
+def flux(**changes: Any) -> Any:
     sizes = {"num_layers": 1, "num_single_layers": 1, "attention_head_dim": 32}
     sizes |= {"num_attention_heads": 2, "joint_attention_dim": 64, "pooled_projection_dim": 64}
-    return diffusers.FluxTransformer2DModel(**sizes, in_channels=16, axes_dims_rope=(8, 12, 12))
+    sizes |= {"in_channels": 16, "axes_dims_rope": (8, 12, 12)}
+    return diffusers.FluxTransformer2DModel(**sizes, **changes)
 
 
 def vae() -> Any:
@@ -315,3 +316,11 @@ def test_the_program_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     exec(compile(of_page("diffusers"), "page", "exec"), {"__name__": "__main__"})
     stored = diffusers.FluxTransformer2DModel.from_pretrained("flux-int8")
     assert isinstance(stored.proj_out.weight, lowbit.LowbitTensor)
+
+
+def test_the_program_of_the_wish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    flux(guidance_embeds=True).save_pretrained("FLUX.1-dev/transformer")
+    page = (PAGE.parent / "wishes/diffusion.md").read_text(encoding="utf-8")
+    exec(compile(page.partition(FENCE)[2].partition("```\n")[0], "page", "exec"), {})
+    assert Path("flux-lora/pytorch_lora_weights.safetensors").exists()

@@ -364,6 +364,9 @@ def test_a_plain_gpt_oss_is_quantized_while_writing(tmp_path: Path) -> None:
     )
     assert len(report.snr) == len(report.converted) == 2
     assert torch.equal(logits(lowbit.load_pretrained(tmp_path / "out")), logits(wanted))
+    on_grid = {"*.experts": lowbit.formats.grid("mxfp4", scheme)}  # as QAT takes it
+    lowbit.export(tmp_path / "plain", tmp_path / "on grid", "mxfp4", scheme=on_grid)
+    assert torch.equal(logits(lowbit.load_pretrained(tmp_path / "on grid")), logits(wanted))
     own = lowbit.export(tmp_path / "plain", tmp_path / "own", "lowbit", scheme=Int4WeightOnly(32))
     assert not any("stacks" in note for note in (*report.notes, *own.notes))
     experts = lowbit.load_pretrained(tmp_path / "own").model.layers[0].mlp.experts

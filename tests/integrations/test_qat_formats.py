@@ -281,8 +281,7 @@ def test_experts(model_type: str, name: str, tmp_path: Path) -> None:
 def test_experts_of_gpt_oss(tmp_path: Path) -> None:
     """The model has them as [experts, inputs, outputs], and the groups of the file run along the inputs."""
     model = mixture("gpt_oss")
-    scheme = lowbit.formats.grid("mxfp4", {"*_proj": MXFP4WeightOnly(), "*": None})
-    qat.prepare_(model, scheme, filter_fn=lambda _, fqn: fqn.endswith("experts"))
+    qat.prepare_(model, {"*.experts": MXFP4WeightOnly()}, format="mxfp4")
     wanted = trained(model)
     prepared = logits(model)
     qat.convert_(model)
