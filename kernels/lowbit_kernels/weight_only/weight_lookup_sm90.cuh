@@ -189,8 +189,8 @@ DEVICE uint32 scaled(uint32 pair, const Factor &factor) {
 // products with scales below 2**40 are finite, and those with scales from 2**-80 on keep all bits.
 static constexpr bool FOLDED = ROUNDED && !ZERO && !SCALED && DTYPE == BF16;
 
-// Whether codes of a stream are taken as nibbles are.
-static constexpr bool SHORT = CODES == STREAM && BITS < 4;
+// Bits below the upper and the lower of two codes in their halves.
+static constexpr int HIGHER = CODES == INT4 ? 4 : 0, LOWER = CODES == STREAM ? 8 - BITS : 0;
 
 // A group's scale, and what unpacking multiplies two adjacent codes by, with FOLDED, and adds to them.
 struct Group {
@@ -202,15 +202,18 @@ struct Group {
 // differs for an upper nibble, which is 16 times as large. It is hidden from the compiler, which would move a known
 // constant to a register at each use.
 struct Place {
-    uint32 selector, factor, shift, selectors[4];
-    MEMBER Place(int t, uint32 factor) : factor(factor), shift(t * 2 * BITS % 8) {
-        selector = CODES == INT4     ? t * 0x0101
-                   : CODES == INT8   ? t * 0x0202 + 0x0100
-                   : CODES == STREAM ? t * 2 * BITS / 8 * 0x0111 + 0x0210
-                                     : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
+    uint32 selector, factor, shift, selectors[4];  // the last ones: of a stream, for eight codes that begin at each byte of a word
+    bool late;                                     // whether it is one of the last two threads
+    MEMBER Place(int t, uint32 factor) : factor(factor), shift((2 * t + 1) * BITS % 8), late(t > 1) {
+        selector = CODES == INT4   ? t * 0x0101
+                   : CODES == INT8 ? t * 0x0202 + 0x0100
+                                   : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
         in_use(selector);
 #pragma unroll
-        for (int i = 0; SHORT && i < 4; ++i) selectors[i] = 0x1010 + (t * 2 * BITS / 8 + i) * 0x1111, in_use(selectors[i]);
+        for (int i = 0; CODES == STREAM && i < 4; ++i) {  // modulo 8, bytes b - 1, b, b and b + 1
+            selectors[i] = (((2 * t + 1) * BITS / 8 + i) % 8 * 0x1111 + 0x1007) & 0x7777;
+            in_use(selectors[i]);
+        }
     }
 };
 
@@ -233,26 +236,17 @@ DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &g
     return ROUNDED && !FOLDED ? product_of(x, scale) : x;
 }
 
-// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. Codes of 1 to 3 bits are taken
-// as nibbles are: both halves hold the two bytes from the pair's first one on, and the upper code is 2^BITS as large.
+// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. The upper code of a pair begins
+// in byte b. Bytes b - 1 and b are the lower half, b and b + 1 the upper one, and one shift moves the codes to the
+// highest and the lowest of 8 bits.
 template <int WORDS>
 DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &place, const Group &group, uint32 scale) {
-    const int first = BITS * j / 4, byte = BITS * j % 4, selector = 0x3210 + byte * 0x1111;
+    const int first = BITS * j / 4, byte = BITS * j % 4;
     uint32 low = words[first], high = words[min(first + 1, WORDS - 1)];
-    if constexpr (SHORT) {
-        constexpr uint32 MASK = ((1u << BITS) - 1) * (1 | 0x10000 << BITS);
-        uint32 x = permute(low, high, place.selectors[byte]) >> place.shift;
-        x = DTYPE == FP16 ? masked_or(x, MASK, 0x64006400) : x & MASK;
-        x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
-        return ROUNDED && !FOLDED ? product_of(x, scale) : x;
-    }
-    if (byte > 0) {
-        low = permute(low, high, selector);
-        high = permute(high, words[min(first + 2, WORDS - 1)], selector);
-    }
-    constexpr uint32 MASK = (1u << BITS) - 1, MORE = DTYPE == FP16 ? 0x64006400 : 0;
-    uint32 x = permute(low, high, place.selector) >> place.shift;
-    x = masked_or(x << 16 - BITS, MASK << 16, x & MASK | MORE);
+    if (byte + BITS > 8 && place.late) low = words[min(first + 2, WORDS - 1)];  // selectors count bytes modulo 8
+    constexpr uint32 MASK = (1u << BITS) - 1, BOTH = MASK << 16 | MASK << LOWER;
+    uint32 x = permute(low, high, place.selectors[byte]) >> place.shift;
+    x = DTYPE == FP16 ? masked_or(x, BOTH, 0x64006400) : x & BOTH;
     x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
     return ROUNDED && !FOLDED ? product_of(x, scale) : x;
 }

@@ -55,7 +55,7 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int 
         group.offset = packed<DTYPE>(from.zero + least, from.zero + least);
     } else {
         const float point = from.zero + least, one = DTYPE == FP16 ? 1024.0f : 0.0f;
-        group.offset = packed<DTYPE>(-UNIT * (point + one), -UNIT * (point + one / (1 << HIGHER)));
+        group.offset = packed<DTYPE>(-UNIT * (point + one / (1 << LOWER)), -UNIT * (point + one / (1 << HIGHER)));
     }
     return group;
 }

@@ -56,13 +56,11 @@ static constexpr float UNIT = CODES == LOOKUP                  ? UNIT_OF_TABLE
                                                                : 1.0f / 64 / (FOLDED ? 1ll << 40 : 1);
 // The bits of an integer, read as a number, times FACTOR, plus OFFSET, give the integer times UNIT: see two_of.
 // E4M3's bits read as a bfloat16 are 2**-120 of the number.
-// The upper one of two codes of at most 4 bits lies BITS higher in its half.
-static constexpr int HIGHER = BITS <= 4 ? BITS : 0;
-static constexpr uint32 FACTOR = DTYPE == FP16   ? 0x3c003c00 - (HIGHER << 26)
+static constexpr uint32 FACTOR = DTYPE == FP16   ? 0x3c003c00 - (HIGHER << 26) - (LOWER << 10)
                                  : CODES == E4M3 ? 0x7b807b80
-                                                 : 0x7f007f00 - (HIGHER << 23) - LESS;
+                                                 : 0x7f007f00 - (HIGHER << 23) - (LOWER << 7) - LESS;
 static constexpr uint32 OFFSET =
-    DTYPE == FP16 ? (0xe400u - (HIGHER << 10) + (1u << BITS - 1 + HIGHER) << 16) + 0xe400 + (1u << BITS - 1)
+    DTYPE == FP16 ? (0xe400u - (HIGHER << 10) + (1u << BITS - 1 + HIGHER) << 16) + 0xe400 - (LOWER << 10) + (1u << BITS - 1 + LOWER)
                   : 0xc000c000 - (8 - BITS) * 0x00800080 - LESS;
 static constexpr int UNITS = HELD / 16;                         // of 16 rows, the share of a warp
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows by 16 tokens that a block finishes
