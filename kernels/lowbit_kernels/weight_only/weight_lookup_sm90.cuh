@@ -208,7 +208,7 @@ struct Place {
         selector = CODES == INT4   ? t * 0x0101
                    : CODES == INT8 ? t * 0x0202 + 0x0100
                                    : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
-        in_use(selector);
+        in_use(selector), in_use(this->factor), in_use(shift);
 #pragma unroll
         for (int i = 0; CODES == STREAM && i < 4; ++i) {  // modulo 8, bytes b - 1, b, b and b + 1
             selectors[i] = (((2 * t + 1) * BITS / 8 + i) % 8 * 0x1111 + 0x1007) & 0x7777;

@@ -176,7 +176,7 @@ struct Consumer {
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape, uint32 rank)
         : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)),
-          place(threadIdx.x % 4, shape.m > 0 ? FACTOR : 0), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
+          place(threadIdx.x % 4, FACTOR), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
         in_use(base);  // else the compiler recomputes it at each use
 #pragma unroll
         for (int i = 0; i < STEPS * 4; ++i) a[0][i] = a[1][i] = 0;
@@ -189,6 +189,7 @@ struct Consumer {
         for (int i = 0; i < SUBTILES * 2; ++i) {
             const int own = above + own_row(shape, row + i / 2 * (64 / SPREAD), i % 2);
             rows[i / 2][i % 2] = (uint32)own * shape.groups;
+            in_use(rows[i / 2][i % 2]);
             seen[i / 2][i % 2] = origin[i / 2][i % 2] = 0;
         }
     }
@@ -304,7 +305,7 @@ struct Consumer {
                 fetch(chunk + turns);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
-            const uint32 stage = base + ring.slot * STAGE_BYTES;
+            const uint32 stage = base + ring.slot * STAGE_BYTES + (uint32)chunk * ROW_BYTES % 16;
             // The shuffle tells the compiler that the value is uniform, so that one instruction adds to its 64 bits.
             // Otherwise each half is moved at each use.
             const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);

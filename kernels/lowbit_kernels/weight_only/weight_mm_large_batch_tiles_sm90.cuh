@@ -25,7 +25,10 @@ static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
 static constexpr int SOURCES = SPLIT * LANES;                 // of a tile's sums
 static constexpr int WARPS = 4 * GROUPS;                      // that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);            // of these warps and the producer's warp group
-static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
+static constexpr int ROW_BYTES = CHUNK * BITS / 8;            // of a row of codes in a chunk
+// The same in a stage. The TMA copies multiples of 16 bytes from multiples of 16 on, so 8 bytes before or behind may be
+// those of another chunk. An odd multiple leaves eight rows in different banks.
+static constexpr int PITCH = ROW_BYTES % 16 ? (ROW_BYTES + 15) / 32 * 32 + 16 : ROW_BYTES;
 static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
 static constexpr int BOXES = CHUNK / 64;                     // of tokens in a stage, with rows of 128 bytes
 static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS % 128 ? ROWS : 128;  // of codes
@@ -178,7 +181,7 @@ DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape 
     if (!schedule.take()) return;
 #pragma unroll
     for (int i = 0; i < HELD; i += BOX_ROWS)
-        if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * PITCH, schedule.row + i);
+        if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * ROW_BYTES & ~15, schedule.row + i);
     const long long row = shape.groups * (long long)SCALE_BYTES;
     const char *from = (const char *)epilogue.scale + schedule.row * row;
     const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
@@ -199,7 +202,7 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
             for (int i = 0; i < HELD; i += GATED ? min(BELOW, 128) : BOX_ROWS)
-                if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * PITCH, schedule.row_at(i), to + i * PITCH, full);
+                if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * ROW_BYTES & ~15, schedule.row_at(i), to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
