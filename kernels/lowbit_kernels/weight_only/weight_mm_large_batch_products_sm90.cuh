@@ -145,7 +145,8 @@ DEVICE bool shares(uint32 rank) { return OVERLAP && threadIdx.x / 128 == (rank ?
 // Signals that a warp has read a slot, to every block that writes to it; for a divided tile, to its own block twice.
 DEVICE void release(uint32 empty, uint32 rank, bool divided) {
     const uint32 lane = threadIdx.x % 32;
-    if (lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
+    if (BESIDE == 1 && lane == 0) barrier_arrive(empty);
+    if (BESIDE > 1 && lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
 }
 
 // Adds the scaled sums of a group to the totals.
@@ -305,7 +306,7 @@ struct Consumer {
                 fetch(chunk + turns);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
-            const uint32 stage = base + ring.slot * STAGE_BYTES + (uint32)chunk * ROW_BYTES % 16;
+            const uint32 stage = base + ring.slot * STAGE_BYTES + chunk % 2 * (ROW_BYTES % 16);
             // The shuffle tells the compiler that the value is uniform, so that one instruction adds to its 64 bits.
             // Otherwise each half is moved at each use.
             const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
