@@ -126,12 +126,14 @@ def test_weights_are_rounded_where_that_costs_little(format: Format, rounding: s
         (Format("", 128, 2, zero_point=torch.uint8), "STREAM"),
         (Format("", 64, 3), "LOOKUP"),
         (Format("", 128, 3, scale=FP32), "LOOKUP"),
-        (Format("", 128, 3, zero_point=BF16), "LOOKUP"),
+        (Format("", 32, 3, zero_point=BF16), "STREAM"),
+        (Format("", 128, 4, zero_point=BF16), "LOOKUP"),
     ],
     ids=str,
 )
 def test_few_bits_are_unpacked_by_arithmetic(format: Format, codes: str) -> None:
-    """Those whose scales fold into a factor once for many codes; others are looked up."""
+    """Those whose scales fold into a factor once for many codes, and those with zero points that are values; others are
+    looked up."""
     own = unpacking_of(Product(format, 20, 16, 256, device="cpu").operands())
     assert own is not None and (own.codes, bool(own.table)) == (codes, codes == "LOOKUP")
 

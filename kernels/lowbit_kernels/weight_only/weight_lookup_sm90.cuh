@@ -15,7 +15,7 @@
 
 enum { BF16, FP16, FP32, INT4, INT8, STREAM, E4M3, LOOKUP, E8M0 };
 
-static constexpr bool SCALED = (CODES == LOOKUP || CODES == E4M3) && ROUNDED;
+static constexpr bool SCALED = (CODES == LOOKUP || CODES == E4M3 || ZERO > 1) && ROUNDED;
 static_assert(CODES != LOOKUP || BITS <= 4, "");
 static_assert(!SCALED || (DTYPE == BF16 && GROUP > 0 && (GROUP % CHUNK == 0 || CHUNK % GROUP == 0)), "");
 static_assert(SCALED || (SCALE != E8M0 && SCALE != E4M3 && ZERO < 2), "");
@@ -190,7 +190,9 @@ DEVICE uint32 scaled(uint32 pair, const Factor &factor) {
 static constexpr bool FOLDED = ROUNDED && !ZERO && !SCALED && DTYPE == BF16;
 
 // Bits below the upper and the lower of two codes in their halves.
-static constexpr int HIGHER = CODES == INT4 ? 4 : 0, LOWER = CODES == STREAM ? 8 - BITS : 0;
+static constexpr int HIGHER = BITS <= 4 ? BITS : 0, LOWER = BITS > 4 ? 8 - BITS : 0;
+// A number of DTYPE whose lowest bit counts 1, which codes are added to by their bits; or 0: see two_of.
+static constexpr uint32 BASE = DTYPE == FP16 ? 0x6400 : ZERO > 1 ? 0x4300 : 0;
 
 // A group's scale, and what unpacking multiplies two adjacent codes by, with FOLDED, and adds to them.
 struct Group {
@@ -202,16 +204,18 @@ struct Group {
 // differs for an upper nibble, which is 16 times as large. It is hidden from the compiler, which would move a known
 // constant to a register at each use.
 struct Place {
-    uint32 selector, factor, shift, selectors[4];  // the last ones: of a stream, for eight codes that begin at each byte of a word
+    uint32 selector, factor, offset, shift, selectors[4];  // the last ones: of a stream, for eight codes from each byte of a word on
     bool late;                                     // whether it is one of the last two threads
-    MEMBER Place(int t, uint32 factor) : factor(factor), shift((2 * t + 1) * BITS % 8), late(t > 1) {
+    MEMBER Place(int t, uint32 factor, uint32 offset) : factor(factor), offset(offset), late(t > 1) {
+        const int bit = (2 * t + 1) * BITS - HIGHER;  // of eight codes, moved to the lowest one of the upper half
+        shift = bit % 8;
         selector = CODES == INT4   ? t * 0x0101
                    : CODES == INT8 ? t * 0x0202 + 0x0100
                                    : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
         in_use(selector), in_use(this->factor), in_use(shift);
 #pragma unroll
-        for (int i = 0; CODES == STREAM && i < 4; ++i) {  // modulo 8, bytes b - 1, b, b and b + 1
-            selectors[i] = (((2 * t + 1) * BITS / 8 + i) % 8 * 0x1111 + 0x1007) & 0x7777;
+        for (int i = 0; CODES == STREAM && i < 4; ++i) {  // modulo 8, from the byte of `bit` on
+            selectors[i] = ((bit / 8 + i) % 8 * 0x1111 + (LOWER ? 0x1007 : 0x1010)) & 0x7777;
             in_use(selectors[i]);
         }
     }
@@ -230,23 +234,23 @@ DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &g
         raw = x = x << 4 & 0x87f087f0;  // from bytes whose sign fills the halves
         return RELATIVE ? x : multiply_bf16x2(x, place.factor);
     }
-    if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
-    else x = masked_xor(x, 0x00ff00ff, (DTYPE == FP16 ? 0x64006400 : 0) | (UNSIGNED ? 0 : 0x00800080));
+    if constexpr (BITS == 4) x = BASE ? masked_or(x, 0x00f0000f, BASE * 0x10001) : x & 0x00f0000f;
+    else x = masked_xor(x, 0x00ff00ff, BASE * 0x10001 | (UNSIGNED ? 0 : 0x00800080));
     x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
     return ROUNDED && !FOLDED ? product_of(x, scale) : x;
 }
 
-// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. The upper code of a pair begins
-// in byte b. Bytes b - 1 and b are the lower half, b and b + 1 the upper one, and one shift moves the codes to the
-// highest and the lowest of 8 bits.
+// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. A half gets the two bytes that hold
+// its code, and one shift moves both codes: of up to 4 bits, to the lowest bits and, from the same bytes, those above
+// them; of more, to the highest of 8 bits and, from a byte later on, the lowest.
 template <int WORDS>
 DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &place, const Group &group, uint32 scale) {
     const int first = BITS * j / 4, byte = BITS * j % 4;
     uint32 low = words[first], high = words[min(first + 1, WORDS - 1)];
     if (byte + BITS > 8 && place.late) low = words[min(first + 2, WORDS - 1)];  // selectors count bytes modulo 8
-    constexpr uint32 MASK = (1u << BITS) - 1, BOTH = MASK << 16 | MASK << LOWER;
+    constexpr uint32 MASK = (1u << BITS) - 1, BOTH = MASK << 16 + HIGHER | MASK << LOWER;
     uint32 x = permute(low, high, place.selectors[byte]) >> place.shift;
-    x = DTYPE == FP16 ? masked_or(x, BOTH, 0x64006400) : x & BOTH;
+    x = BASE ? masked_or(x, BOTH, BASE * 0x10001) : x & BOTH;
     x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
-    return ROUNDED && !FOLDED ? product_of(x, scale) : x;
+    return ROUNDED && !FOLDED && !SCALED ? product_of(x, scale) : x;
 }

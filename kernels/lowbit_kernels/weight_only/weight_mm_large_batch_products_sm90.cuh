@@ -116,6 +116,7 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
             uint32 &x = a[i / 2 * 4 + j * 2 + below];
             const int eight = i / 2 * 2 + j;
             if constexpr (CODES == LOOKUP) x = pairs.at(codes[below], eight);
+            else if constexpr (CODES == STREAM) x = two_of_stream(codes[below], eight, place, {0.0f, 0, place.offset}, 0);
             else x = two_of(codes[below][eight * 2], codes[below][eight * 2 + 1], place, upper[0], 0, raw[j]);
             if constexpr (ZERO == 1) x = difference_of(x, offset);
             if constexpr (SCALED) x = scaled(x, factor);
@@ -177,7 +178,7 @@ struct Consumer {
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape, uint32 rank)
         : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)),
-          place(threadIdx.x % 4, FACTOR), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
+          place(threadIdx.x % 4, FACTOR, shape.m > 0 ? OFFSET : 0), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
         in_use(base);  // else the compiler recomputes it at each use
 #pragma unroll
         for (int i = 0; i < STEPS * 4; ++i) a[0][i] = a[1][i] = 0;

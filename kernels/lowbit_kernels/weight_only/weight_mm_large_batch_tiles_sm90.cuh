@@ -54,17 +54,18 @@ static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // 
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < (GROUPS == 3 ? 80 : 64);
 static constexpr uint32 LESS = FOLDED ? 40 * 0x00800080 : 0;
 // The factor of the weights in the products.
-static constexpr float UNIT = CODES == LOOKUP                  ? UNIT_OF_TABLE
-                              : DTYPE == FP16 || CODES == E4M3 ? 1.0f
-                                                               : 1.0f / 64 / (FOLDED ? 1ll << 40 : 1);
+static constexpr float UNIT = CODES == LOOKUP         ? UNIT_OF_TABLE
+                              : BASE || CODES == E4M3 ? 1.0f
+                                                      : 1.0f / 64 / (FOLDED ? 1ll << 40 : 1);
 // The bits of an integer, read as a number, times FACTOR, plus OFFSET, give the integer times UNIT: see two_of.
 // E4M3's bits read as a bfloat16 are 2**-120 of the number.
-static constexpr uint32 FACTOR = DTYPE == FP16   ? 0x3c003c00 - (HIGHER << 26) - (LOWER << 10)
-                                 : CODES == E4M3 ? 0x7b807b80
-                                                 : 0x7f007f00 - (HIGHER << 23) - (LOWER << 7) - LESS;
+static constexpr int MANTISSA = DTYPE == FP16 ? 10 : 7;
+static constexpr uint32 BELOW_CODES = (HIGHER << 16) + LOWER << MANTISSA;  // in the exponents of both halves
+static constexpr uint32 ONE = CODES == E4M3 && DTYPE != FP16 ? 0x7b80 : BASE ? (DTYPE == FP16 ? 0x3c00 : 0x3f80) : 0x7f00;
+static constexpr uint32 FACTOR = ONE * 0x10001 - BELOW_CODES - LESS;
 static constexpr uint32 OFFSET =
-    DTYPE == FP16 ? (0xe400u - (HIGHER << 10) + (1u << BITS - 1 + HIGHER) << 16) + 0xe400 - (LOWER << 10) + (1u << BITS - 1 + LOWER)
-                  : 0xc000c000 - (8 - BITS) * 0x00800080 - LESS;
+    BASE ? (BASE + 0x8000) * 0x10001 - BELOW_CODES + (1u << 15 + BITS + HIGHER) + (1u << BITS - 1 + LOWER)
+         : 0xc000c000 - (8 - BITS) * 0x00800080 - LESS;
 static constexpr int UNITS = HELD / 16;                         // of 16 rows, the share of a warp
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows by 16 tokens that a block finishes
 static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose sum the other block has a part of
