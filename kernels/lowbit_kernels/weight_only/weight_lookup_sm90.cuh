@@ -1,5 +1,5 @@
-// How weight_mm_large_batch_sm90.cu unpacks codes: those of 1 to 4 bits by look-up, and scales multiplied into their
-// values; integers and float8 by arithmetic.
+// How weight_mm_large_batch_sm90.cu unpacks codes: of tables, and of some integers of 1 to 4 bits, by look-up, and scales
+// multiplied into their values; other integers and float8 by arithmetic.
 //
 // Shared memory holds the values of each pair of codes as one word, once for each lane of a warp, so no two lanes ask
 // the same bank for different words. A pair takes a rotation, a LOP3 and a load, whatever its values are: a table's, or
@@ -200,12 +200,13 @@ struct Group {
     uint32 factor, offset;
 };
 
-// The thread's place among the four of a row: which bytes of eight codes it selects, and their factor. The factor
-// differs for an upper nibble, which is 16 times as large. It is hidden from the compiler, which would move a known
-// constant to a register at each use.
+// The thread's place among the four of a row: which bytes of eight codes it selects, and what it multiplies them by and
+// adds. The factor differs for an upper nibble, which is 16 times as large. The offset is hidden from the compiler, which
+// would move a known constant to a register at each use.
 struct Place {
-    uint32 selector, factor, offset, shift, selectors[4];  // the last ones: of a stream, for eight codes from each byte of a word on
-    bool late;                                     // whether it is one of the last two threads
+    uint32 selector, factor, offset, shift;
+    uint32 selectors[4];  // of a stream, for eight codes that begin at each byte of a word
+    bool late;            // whether it is one of the last two threads
     MEMBER Place(int t, uint32 factor, uint32 offset) : factor(factor), offset(offset), late(t > 1) {
         const int bit = (2 * t + 1) * BITS - HIGHER;  // of eight codes, moved to the lowest one of the upper half
         shift = bit % 8;
@@ -226,7 +227,8 @@ static constexpr uint32 LARGEST = 0x07e0;
 
 // Two adjacent codes of eight along K, minus the zero point, times UNIT: byte `t` of a word at 4 bits, bytes 2 t and 2
 // t + 1 of two words at 8 bits. In bf16 an integer in the lowest 8 bits is a (subnormal) multiple of 2**-133, exactly.
-// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already, 2**-120 of their own, and `raw` gets their bits.
+// In fp16 it is or-ed into 1024 and adds to it; in bf16, with zero points that are values, into 128. E4M3 codes are
+// numbers already, 2**-120 of their own, and `raw` gets their bits.
 DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale, uint32 &raw) {
     uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
     if constexpr (CODES == E4M3) {
@@ -240,9 +242,9 @@ DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &g
     return ROUNDED && !FOLDED ? product_of(x, scale) : x;
 }
 
-// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. A half gets the two bytes that hold
-// its code, and one shift moves both codes: of up to 4 bits, to the lowest bits and, from the same bytes, those above
-// them; of more, to the highest of 8 bits and, from a byte later on, the lowest.
+// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. Each half gets two bytes, and one
+// shift moves both codes. Up to 4 bits the halves have the same bytes, and the upper code ends above the lower one's
+// bits. Above, the upper half begins a byte later: its code ends in the lowest of 8 bits, the lower one in the highest.
 template <int WORDS>
 DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &place, const Group &group, uint32 scale) {
     const int first = BITS * j / 4, byte = BITS * j % 4;

@@ -98,13 +98,14 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
     }
 }
 
-// The same by look-up, or for E4M3 with SCALED. `scales` are those of the rows, with SCALED, and `origin` see RELATIVE.
+// The same by look-up, or with SCALED. `scales` are those of the rows, with SCALED, and `origin` see RELATIVE.
 DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int first, const Place &place,
                    const Pairs &pairs, const Group (&upper)[RUNS], const Group (&lower)[RUNS],
                    const Scales (&scales)[2], const uint32 (&origin)[2], uint32 (&seen)[2]) {
 #pragma unroll
     for (int i = 0; i < STEPS * 2; ++i) {
         const int step = first + i / 2, below = i % 2;
+        const Group plain = {0.0f, 0, place.offset};
         const int group = GROUP < CHUNK ? step * 16 / (GROUP ? GROUP : 1) : 0;
         const uint32 offset = SCALED ? (ZERO == 1 ? scales[below].offset(group) : 0)
                                      : (below ? lower : upper)[GROUP ? step * 16 / RUN : 0].offset;
@@ -116,7 +117,7 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
             uint32 &x = a[i / 2 * 4 + j * 2 + below];
             const int eight = i / 2 * 2 + j;
             if constexpr (CODES == LOOKUP) x = pairs.at(codes[below], eight);
-            else if constexpr (CODES == STREAM) x = two_of_stream(codes[below], eight, place, {0.0f, 0, place.offset}, 0);
+            else if constexpr (CODES == STREAM) x = two_of_stream(codes[below], eight, place, plain, 0);
             else x = two_of(codes[below][eight * 2], codes[below][eight * 2 + 1], place, upper[0], 0, raw[j]);
             if constexpr (ZERO == 1) x = difference_of(x, offset);
             if constexpr (SCALED) x = scaled(x, factor);

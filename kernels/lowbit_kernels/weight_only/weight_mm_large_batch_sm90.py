@@ -123,6 +123,8 @@ SCALING = {
     ("LOOKUP", "FP16"): (39, 40),
 }
 """The same of scales multiplied into codes, by the dtype of scales."""
+ZEROS = {"LOOKUP": 50, "INT8": 120}
+"""Clocks of zero points beside scales multiplied into codes, in tiles of up to 128 tokens."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -251,8 +253,8 @@ def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
     if plan.rounded:
         more, beside = SCALING.get((codes, unpacking.scale), (0, 0))
         alone, slowed = alone + more, slowed + beside
-    if unpacking.zero >= 2 or (unpacking.zero and plan.rounded):  # one more product of each pair
-        alone, slowed = alone + (50 if unpacking.table else 90), slowed + 40
+    if unpacking.zero >= 2 or (unpacking.zero and plan.rounded and not unpacking.table):
+        alone, slowed = alone + ZEROS.get(codes, 90), slowed + 40
     if unpacking.table and unpacking.bits == 4 and 128 < plan.tokens < 256:  # a denser table
         alone, slowed = alone + 75, slowed + 30
     each = {"INT4": 2.03, "INT8": 2.05}.get(codes, 2.14) if once else 3.19

@@ -61,7 +61,7 @@ static constexpr float UNIT = CODES == LOOKUP         ? UNIT_OF_TABLE
 // E4M3's bits read as a bfloat16 are 2**-120 of the number.
 static constexpr int MANTISSA = DTYPE == FP16 ? 10 : 7;
 static constexpr uint32 BELOW_CODES = (HIGHER << 16) + LOWER << MANTISSA;  // in the exponents of both halves
-static constexpr uint32 ONE = CODES == E4M3 && DTYPE != FP16 ? 0x7b80 : BASE ? (DTYPE == FP16 ? 0x3c00 : 0x3f80) : 0x7f00;
+static constexpr uint32 ONE = DTYPE == FP16 ? 0x3c00 : CODES == E4M3 ? 0x7b80 : BASE ? 0x3f80 : 0x7f00;
 static constexpr uint32 FACTOR = ONE * 0x10001 - BELOW_CODES - LESS;
 static constexpr uint32 OFFSET =
     BASE ? (BASE + 0x8000) * 0x10001 - BELOW_CODES + (1u << 15 + BITS + HIGHER) + (1u << BITS - 1 + LOWER)
@@ -203,7 +203,8 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
             for (int i = 0; i < HELD; i += GATED ? min(BELOW, 128) : BOX_ROWS)
-                if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * ROW_BYTES & ~15, schedule.row_at(i), to + i * PITCH, full);
+                if (!schedule.leaves(i, ring.slot))
+                    load_box(codes, chunk * ROW_BYTES & ~15, schedule.row_at(i), to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
