@@ -68,5 +68,5 @@ def test_formats_that_take_long_to_unpack_are_dequantized_for_many_tokens() -> N
     shape = (4096, 4096)
     assert [linear_table.choose(m, *shape, 8, 32, True) for m in (64, 2048)] == ["large_batch"] * 2
     assert linear_table.choose(2049, *shape, 8, 32, True) == "dequantize"
-    assert linear_table.choose(1025, *shape, 6, 128) == "dequantize"
+    assert linear_table.choose(4096, *shape, 6, 128) == "large_batch"
     assert linear_table.choose(4096, *shape, 8, 32) == "large_batch"

@@ -126,12 +126,14 @@ def test_weights_are_rounded_where_that_costs_little(format: Format, rounding: s
         (Format("", 128, 2, zero_point=torch.uint8), "STREAM"),
         (Format("", 64, 3), "LOOKUP"),
         (Format("", 128, 3, scale=FP32), "LOOKUP"),
-        (Format("", 128, 3, zero_point=BF16), "LOOKUP"),
+        (Format("", 32, 3, zero_point=BF16), "STREAM"),
+        (Format("", 128, 4, zero_point=BF16), "LOOKUP"),
     ],
     ids=str,
 )
 def test_few_bits_are_unpacked_by_arithmetic(format: Format, codes: str) -> None:
-    """Those whose scales fold into a factor once for many codes; others are looked up."""
+    """Those whose scales fold into a factor once for many codes, and those with zero points that are values; others are
+    looked up."""
     own = unpacking_of(Product(format, 20, 16, 256, device="cpu").operands())
     assert own is not None and (own.codes, bool(own.table)) == (codes, codes == "LOOKUP")
 
@@ -200,6 +202,13 @@ EMULATED = [
     ("int3", (16, 64, 4), {"split": 2}),
     ("int2", (64, 128, 2), {"rounded": False}),
     ("uint3", (128, 128, 2), {}),
+    (
+        "int5",
+        (256, 128, 2),
+        {"rounded": True, "split": 2},
+    ),  # rows of a chunk that end within 16 bytes
+    ("int7", (256, 128, 2), {"rounded": True, "beside": 2}),
+    ("int3-value", (256, 128, 2), {}),
 ]
 
 
@@ -217,6 +226,14 @@ def test_emulated(name: str, tile: tuple[int, int, int], options: dict) -> None:
         product = Product(BY_NAME[name], 20, 150, 768, device="cpu")
         product.bias = torch.randn(150).to(BF16)
         assert product.error(divided(product, *tile, **options)) < 3e-3
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("name", ["int3-zero", "int5", "int6-zero", "int7"])
+def test_emulated_in_float16(name: str) -> None:
+    with sm90_emulator.emulated():
+        product = Product(BY_NAME[name], 20, 70, 384, dtype=FP16, device="cpu")
+        assert product.error(divided(product, 16, 64, 4, rounded=False)) < 5e-4
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
@@ -301,7 +318,7 @@ def test_every_format(format: Format, m: int) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", ["nf4", "int3-zero", "table3"])
+@pytest.mark.parametrize("name", ["nf4", "int3-zero", "table3", "int5", "int6-zero", "int7"])
 def test_float16(name: str) -> None:
     assert Product(BY_NAME[name], 100, 300, 1024, dtype=FP16).error() < 5e-4
 

@@ -37,10 +37,13 @@ def integers(bits: int, group: int, **options) -> Unpacking:
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16])
-@pytest.mark.parametrize(("bits", "shift"), [(4, 0), (4, 4), (8, 0)])
+@pytest.mark.parametrize(
+    ("bits", "shift"), [(4, 0), (4, 4), (8, 0), (1, 7), (3, 5), (5, 3), (5, 0), (6, 2), (7, 1)]
+)
 def test_unpacked_codes_are_exact(dtype: torch.dtype, bits: int, shift: int) -> None:
     """Each step of unpacking gives a number of the operand's dtype: the code's bits, read as a subnormal bfloat16 or in
-    the mantissa of 1024 in float16; times a factor; minus the zero point. `shift`: 4 for an upper nibble."""
+    the mantissa of 1024 in float16; times a factor; minus the zero point. `shift`: of an upper nibble, and of
+    the lower code of a stream."""
     grid = torch.arange(-(2 ** (bits - 1)), 2 ** (bits - 1))
     code, zero = (t.reshape(-1) for t in torch.meshgrid(grid, grid, indexing="ij"))
     read = (code + 2 ** (bits - 1) << shift) + (0x6400 if dtype == FP16 else 0)

@@ -25,8 +25,7 @@ REGIMES: dict[tuple[int, int, int, int], tuple[tuple[int, Regime], ...]] = {
     (8, 0, 28672, 8192): ((16, "decode"), (4096, "large_batch")),
     (8, 0, 1024, 4096): ((16, "decode"), (4096, "large_batch")),
 }
-MOST_TOKENS_OF_STREAMS = 1024  # of codes of 5 to 7 bits, for the large-batch kernel
-MOST_TOKENS_OF_MXFP8 = 2048
+MOST_TOKENS_OF_MXFP8 = 2048  # for the large-batch kernel
 
 
 @functools.lru_cache(maxsize=65536)
@@ -34,13 +33,10 @@ def choose(m: int, n: int, k: int, bits: int, group_size: int, is_mxfp8: bool = 
     """The regime for M tokens and a weight [N, K] of `bits`, in groups of `group_size` (K or more: one scale a row).
 
     Fewer than 4 bits take the rows of 4, other numbers of bits those of 8. On an H200 the large-batch kernel is faster
-    than a dequantized weight from 17 to 4,096 tokens, for every format that it takes but those that take longest to
-    unpack: codes of 5 to 7 bits to `MOST_TOKENS_OF_STREAMS`, MXFP8 to `MOST_TOKENS_OF_MXFP8`. float8 with floating
-    scales of groups was not timed.
+    than a dequantized weight from 17 to 4,096 tokens, for every format that it takes but MXFP8, which takes longest to
+    unpack: to `MOST_TOKENS_OF_MXFP8`. float8 with floating scales of groups was not timed.
     """
-    if (bits in (5, 6, 7) and m > MOST_TOKENS_OF_STREAMS) or (
-        is_mxfp8 and m > MOST_TOKENS_OF_MXFP8
-    ):
+    if is_mxfp8 and m > MOST_TOKENS_OF_MXFP8:
         return "dequantize"
     group, bits = 0 if group_size >= k else group_size, 4 if bits <= 4 else 8
 

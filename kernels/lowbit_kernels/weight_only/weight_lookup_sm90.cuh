@@ -1,5 +1,5 @@
-// How weight_mm_large_batch_sm90.cu unpacks codes: those of 1 to 4 bits by look-up, and scales multiplied into their
-// values; integers and float8 by arithmetic.
+// How weight_mm_large_batch_sm90.cu unpacks codes: of tables, and of some integers of 1 to 4 bits, by look-up, and scales
+// multiplied into their values; other integers and float8 by arithmetic.
 //
 // Shared memory holds the values of each pair of codes as one word, once for each lane of a warp, so no two lanes ask
 // the same bank for different words. A pair takes a rotation, a LOP3 and a load, whatever its values are: a table's, or
@@ -15,7 +15,7 @@
 
 enum { BF16, FP16, FP32, INT4, INT8, STREAM, E4M3, LOOKUP, E8M0 };
 
-static constexpr bool SCALED = (CODES == LOOKUP || CODES == E4M3) && ROUNDED;
+static constexpr bool SCALED = (CODES == LOOKUP || CODES == E4M3 || ZERO > 1) && ROUNDED;
 static_assert(CODES != LOOKUP || BITS <= 4, "");
 static_assert(!SCALED || (DTYPE == BF16 && GROUP > 0 && (GROUP % CHUNK == 0 || CHUNK % GROUP == 0)), "");
 static_assert(SCALED || (SCALE != E8M0 && SCALE != E4M3 && ZERO < 2), "");
@@ -189,8 +189,10 @@ DEVICE uint32 scaled(uint32 pair, const Factor &factor) {
 // products with scales below 2**40 are finite, and those with scales from 2**-80 on keep all bits.
 static constexpr bool FOLDED = ROUNDED && !ZERO && !SCALED && DTYPE == BF16;
 
-// Whether codes of a stream are taken as nibbles are.
-static constexpr bool SHORT = CODES == STREAM && BITS < 4;
+// Bits below the upper and the lower of two codes in their halves.
+static constexpr int HIGHER = BITS <= 4 ? BITS : 0, LOWER = BITS > 4 ? 8 - BITS : 0;
+// A number of DTYPE whose lowest bit counts 1, which codes are added to by their bits; or 0: see two_of.
+static constexpr uint32 BASE = DTYPE == FP16 ? 0x6400 : ZERO > 1 ? 0x4300 : 0;
 
 // A group's scale, and what unpacking multiplies two adjacent codes by, with FOLDED, and adds to them.
 struct Group {
@@ -198,19 +200,25 @@ struct Group {
     uint32 factor, offset;
 };
 
-// The thread's place among the four of a row: which bytes of eight codes it selects, and their factor. The factor
-// differs for an upper nibble, which is 16 times as large. It is hidden from the compiler, which would move a known
-// constant to a register at each use.
+// The thread's place among the four of a row: which bytes of eight codes it selects, and what it multiplies them by and
+// adds. The factor differs for an upper nibble, which is 16 times as large. The offset is hidden from the compiler, which
+// would move a known constant to a register at each use.
 struct Place {
-    uint32 selector, factor, shift, selectors[4];
-    MEMBER Place(int t, uint32 factor) : factor(factor), shift(t * 2 * BITS % 8) {
-        selector = CODES == INT4     ? t * 0x0101
-                   : CODES == INT8   ? t * 0x0202 + 0x0100
-                   : CODES == STREAM ? t * 2 * BITS / 8 * 0x0111 + 0x0210
-                                     : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
-        in_use(selector);
+    uint32 selector, factor, offset, shift;
+    uint32 selectors[4];  // of a stream, for eight codes that begin at each byte of a word
+    bool late;            // whether it is one of the last two threads
+    MEMBER Place(int t, uint32 factor, uint32 offset) : factor(factor), offset(offset), late(t > 1) {
+        const int bit = (2 * t + 1) * BITS - HIGHER;  // of eight codes, moved to the lowest one of the upper half
+        shift = bit % 8;
+        selector = CODES == INT4   ? t * 0x0101
+                   : CODES == INT8 ? t * 0x0202 + 0x0100
+                                   : t * (DTYPE == FP16 ? 0x0022 : 0x2222) + (DTYPE == FP16 ? 0x0010 : 0x9180);
+        in_use(selector), in_use(this->factor), in_use(shift);
 #pragma unroll
-        for (int i = 0; SHORT && i < 4; ++i) selectors[i] = 0x1010 + (t * 2 * BITS / 8 + i) * 0x1111, in_use(selectors[i]);
+        for (int i = 0; CODES == STREAM && i < 4; ++i) {  // modulo 8, from the byte of `bit` on
+            selectors[i] = ((bit / 8 + i) % 8 * 0x1111 + (LOWER ? 0x1007 : 0x1010)) & 0x7777;
+            in_use(selectors[i]);
+        }
     }
 };
 
@@ -219,7 +227,8 @@ static constexpr uint32 LARGEST = 0x07e0;
 
 // Two adjacent codes of eight along K, minus the zero point, times UNIT: byte `t` of a word at 4 bits, bytes 2 t and 2
 // t + 1 of two words at 8 bits. In bf16 an integer in the lowest 8 bits is a (subnormal) multiple of 2**-133, exactly.
-// In fp16 it is or-ed into 1024 and adds to it. E4M3 codes are numbers already, 2**-120 of their own, and `raw` gets their bits.
+// In fp16 it is or-ed into 1024 and adds to it; in bf16, with zero points that are values, into 128. E4M3 codes are
+// numbers already, 2**-120 of their own, and `raw` gets their bits.
 DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &group, uint32 scale, uint32 &raw) {
     uint32 x = permute(low, BITS == 4 ? 0 : high, place.selector);
     if constexpr (CODES == E4M3) {
@@ -227,32 +236,23 @@ DEVICE uint32 two_of(uint32 low, uint32 high, const Place &place, const Group &g
         raw = x = x << 4 & 0x87f087f0;  // from bytes whose sign fills the halves
         return RELATIVE ? x : multiply_bf16x2(x, place.factor);
     }
-    if constexpr (BITS == 4) x = DTYPE == FP16 ? masked_or(x, 0x00f0000f, 0x64006400) : x & 0x00f0000f;
-    else x = masked_xor(x, 0x00ff00ff, (DTYPE == FP16 ? 0x64006400 : 0) | (UNSIGNED ? 0 : 0x00800080));
+    if constexpr (BITS == 4) x = BASE ? masked_or(x, 0x00f0000f, BASE * 0x10001) : x & 0x00f0000f;
+    else x = masked_xor(x, 0x00ff00ff, BASE * 0x10001 | (UNSIGNED ? 0 : 0x00800080));
     x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
     return ROUNDED && !FOLDED ? product_of(x, scale) : x;
 }
 
-// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. Codes of 1 to 3 bits are taken
-// as nibbles are: both halves hold the two bytes from the pair's first one on, and the upper code is 2^BITS as large.
+// The same for the eight codes of a stream that begin at bit 8 * BITS * j of the words. Each half gets two bytes, and one
+// shift moves both codes. Up to 4 bits the halves have the same bytes, and the upper code ends above the lower one's
+// bits. Above, the upper half begins a byte later: its code ends in the lowest of 8 bits, the lower one in the highest.
 template <int WORDS>
 DEVICE uint32 two_of_stream(const uint32 (&words)[WORDS], int j, const Place &place, const Group &group, uint32 scale) {
-    const int first = BITS * j / 4, byte = BITS * j % 4, selector = 0x3210 + byte * 0x1111;
+    const int first = BITS * j / 4, byte = BITS * j % 4;
     uint32 low = words[first], high = words[min(first + 1, WORDS - 1)];
-    if constexpr (SHORT) {
-        constexpr uint32 MASK = ((1u << BITS) - 1) * (1 | 0x10000 << BITS);
-        uint32 x = permute(low, high, place.selectors[byte]) >> place.shift;
-        x = DTYPE == FP16 ? masked_or(x, MASK, 0x64006400) : x & MASK;
-        x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
-        return ROUNDED && !FOLDED ? product_of(x, scale) : x;
-    }
-    if (byte > 0) {
-        low = permute(low, high, selector);
-        high = permute(high, words[min(first + 2, WORDS - 1)], selector);
-    }
-    constexpr uint32 MASK = (1u << BITS) - 1, MORE = DTYPE == FP16 ? 0x64006400 : 0;
-    uint32 x = permute(low, high, place.selector) >> place.shift;
-    x = masked_or(x << 16 - BITS, MASK << 16, x & MASK | MORE);
+    if (byte + BITS > 8 && place.late) low = words[min(first + 2, WORDS - 1)];  // selectors count bytes modulo 8
+    constexpr uint32 MASK = (1u << BITS) - 1, BOTH = MASK << 16 + HIGHER | MASK << LOWER;
+    uint32 x = permute(low, high, place.selectors[byte]) >> place.shift;
+    x = BASE ? masked_or(x, BOTH, BASE * 0x10001) : x & BOTH;
     x = fused(x, FOLDED ? group.factor : place.factor, group.offset);
-    return ROUNDED && !FOLDED ? product_of(x, scale) : x;
+    return ROUNDED && !FOLDED && !SCALED ? product_of(x, scale) : x;
 }

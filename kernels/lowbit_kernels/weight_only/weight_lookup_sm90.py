@@ -58,7 +58,7 @@ class Unpacking(NamedTuple):
     def scales_pairs(self) -> bool:
         """True if weights that are rounded are multiplied by their scale in pairs, and not by folding it into the
         factor of an integer."""
-        return self.codes in ("LOOKUP", "E4M3")
+        return self.codes in ("LOOKUP", "E4M3") or self.zero >= 2
 
     def lookup_bytes(self, tokens: int) -> int:
         """Bytes of shared memory that the table of pairs takes in a tile of so many tokens."""
@@ -109,6 +109,8 @@ def _codes(operands: WeightOperands) -> str | None:
         is_plain = format.is_integer and not (is_value or format.scale_bytes)
         name = "INT8" if format.bits == 8 else "STREAM"
         return name if is_plain and (format.low or zeros is not None) else None
+    if is_value and format.bits < 4 and not format.scale_bytes:
+        return "STREAM"
     if format.table or is_value or format.scale_bytes:
         return "LOOKUP"
     if format.bits == 4:

@@ -55,7 +55,7 @@ DEVICE Group group_from(const Fetched &from, const Shape &shape, int chunk, int 
         group.offset = packed<DTYPE>(from.zero + least, from.zero + least);
     } else {
         const float point = from.zero + least, one = DTYPE == FP16 ? 1024.0f : 0.0f;
-        group.offset = packed<DTYPE>(-UNIT * (point + one), -UNIT * (point + one / (1 << HIGHER)));
+        group.offset = packed<DTYPE>(-UNIT * (point + one / (1 << LOWER)), -UNIT * (point + one / (1 << HIGHER)));
     }
     return group;
 }
@@ -98,13 +98,14 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
     }
 }
 
-// The same by look-up, or for E4M3 with SCALED. `scales` are those of the rows, with SCALED, and `origin` see RELATIVE.
+// The same by look-up, or with SCALED. `scales` are those of the rows, with SCALED, and `origin` see RELATIVE.
 DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int first, const Place &place,
                    const Pairs &pairs, const Group (&upper)[RUNS], const Group (&lower)[RUNS],
                    const Scales (&scales)[2], const uint32 (&origin)[2], uint32 (&seen)[2]) {
 #pragma unroll
     for (int i = 0; i < STEPS * 2; ++i) {
         const int step = first + i / 2, below = i % 2;
+        const Group plain = {0.0f, 0, place.offset};
         const int group = GROUP < CHUNK ? step * 16 / (GROUP ? GROUP : 1) : 0;
         const uint32 offset = SCALED ? (ZERO == 1 ? scales[below].offset(group) : 0)
                                      : (below ? lower : upper)[GROUP ? step * 16 / RUN : 0].offset;
@@ -116,6 +117,7 @@ DEVICE void unpack(uint32 (&a)[STEPS * 4], const uint32 (&codes)[2][WORDS], int 
             uint32 &x = a[i / 2 * 4 + j * 2 + below];
             const int eight = i / 2 * 2 + j;
             if constexpr (CODES == LOOKUP) x = pairs.at(codes[below], eight);
+            else if constexpr (CODES == STREAM) x = two_of_stream(codes[below], eight, place, plain, 0);
             else x = two_of(codes[below][eight * 2], codes[below][eight * 2 + 1], place, upper[0], 0, raw[j]);
             if constexpr (ZERO == 1) x = difference_of(x, offset);
             if constexpr (SCALED) x = scaled(x, factor);
@@ -145,7 +147,8 @@ DEVICE bool shares(uint32 rank) { return OVERLAP && threadIdx.x / 128 == (rank ?
 // Signals that a warp has read a slot, to every block that writes to it; for a divided tile, to its own block twice.
 DEVICE void release(uint32 empty, uint32 rank, bool divided) {
     const uint32 lane = threadIdx.x % 32;
-    if (lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
+    if (BESIDE == 1 && lane == 0) barrier_arrive(empty);
+    if (BESIDE > 1 && lane < BESIDE) barrier_arrive(empty, TAIL && divided ? rank : rank / BESIDE * BESIDE + lane);
 }
 
 // Adds the scaled sums of a group to the totals.
@@ -176,7 +179,7 @@ struct Consumer {
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape, uint32 rank)
         : shared(shared), scale(scale), zero(zero), shape(shape), rank(rank), base(shared_address(&shared)),
-          place(threadIdx.x % 4, shape.m > 0 ? FACTOR : 0), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
+          place(threadIdx.x % 4, FACTOR, shape.m > 0 ? OFFSET : 0), pairs(shared_address(&shared) + LOOKUP_AT, threadIdx.x % 4) {
         in_use(base);  // else the compiler recomputes it at each use
 #pragma unroll
         for (int i = 0; i < STEPS * 4; ++i) a[0][i] = a[1][i] = 0;
@@ -189,6 +192,7 @@ struct Consumer {
         for (int i = 0; i < SUBTILES * 2; ++i) {
             const int own = above + own_row(shape, row + i / 2 * (64 / SPREAD), i % 2);
             rows[i / 2][i % 2] = (uint32)own * shape.groups;
+            in_use(rows[i / 2][i % 2]);
             seen[i / 2][i % 2] = origin[i / 2][i % 2] = 0;
         }
     }
@@ -304,7 +308,7 @@ struct Consumer {
                 fetch(chunk + turns);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
-            const uint32 stage = base + ring.slot * STAGE_BYTES;
+            const uint32 stage = base + ring.slot * STAGE_BYTES + chunk % 2 * (ROW_BYTES % 16);
             // The shuffle tells the compiler that the value is uniform, so that one instruction adds to its 64 bits.
             // Otherwise each half is moved at each use.
             const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);

@@ -21,7 +21,7 @@
 //   GROUPS             warp groups that multiply: 2, 3 or 4
 //   BESIDE             1 or 2 blocks of a cluster, on adjacent rows; each loads half of the tokens for both
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
-//   CHUNK              K of a pipeline stage: 128 or 256; 256 with groups of 128 needs an even number of them in a row
+//   CHUNK              K of a pipeline stage: 64, 128 or 256; 256 with groups of 128 needs an even number of them in a row
 //   STAGES             pipeline stages, in a ring
 //   EXPERTS, GATED     see weight_mm_experts_large_sm90.cuh; undefined without experts
 //

@@ -111,13 +111,11 @@ WIDE = tuple(
 UNPACKING = {
     "INT4": (236, 0),
     "INT8": (242, 0),
-    "SHORT": (320, 2),
-    "STREAM": (428, 0),
+    "STREAM": (320, 2),
     "E4M3": (338, 5),
     "LOOKUP": (332, 10),
 }
-"""Clocks of 64 rows and 128 of K: what unpacking adds to products of up to 128 tokens, and to wider ones. SHORT: STREAM
-of 1 to 3 bits."""
+"""Clocks of 64 rows and 128 of K: what unpacking adds to products of up to 128 tokens, and to wider ones."""
 SCALING = {
     ("E4M3", "E8M0"): (54, 90),
     ("LOOKUP", "E4M3"): (33, 20),
@@ -125,6 +123,8 @@ SCALING = {
     ("LOOKUP", "FP16"): (39, 40),
 }
 """The same of scales multiplied into codes, by the dtype of scales."""
+ZEROS = {"LOOKUP": 50, "INT8": 120}
+"""Clocks of zero points beside scales multiplied into codes, in tiles of up to 128 tokens."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -222,7 +222,7 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacki
     """
     tile, tokens = Tile(*plan[:3]), plan.tokens
     chunks, columns = -(-k // (plan.chunk * plan.split)), -(-m // tokens)
-    pitch = plan.chunk * unpacking.bits // 8
+    pitch = _pitch(plan.chunk, unpacking.bits)
     slower = 1.05 if plan.beside > 1 else 1.0  # blocks that share copies wait for each other
     chunk = max(
         plan.rows / 64 * _products(plan, unpacking) * slower,
@@ -246,15 +246,15 @@ def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
     """Clocks of a warp group for 64 rows of a chunk. Up to 128 tokens shared memory and the latency of unpacking bound
     them, beyond that the tensor cores, which long unpacking slows down."""
     once, part = plan.rounded or unpacking.group == 0, plan.chunk / 128
-    codes = unpacking.codes if unpacking.codes != "STREAM" or unpacking.bits > 3 else "SHORT"
+    codes = unpacking.codes
     alone, slowed = UNPACKING[codes]
     if codes == "INT4" and not once:
         alone = 195
     if plan.rounded:
         more, beside = SCALING.get((codes, unpacking.scale), (0, 0))
         alone, slowed = alone + more, slowed + beside
-    if unpacking.zero >= 2:
-        alone, slowed = alone + 50, slowed + 40
+    if unpacking.zero >= 2 or (unpacking.zero and plan.rounded and not unpacking.table):
+        alone, slowed = alone + ZEROS.get(codes, 90), slowed + 40
     if unpacking.table and unpacking.bits == 4 and 128 < plan.tokens < 256:  # a denser table
         alone, slowed = alone + 75, slowed + 30
     each = {"INT4": 2.03, "INT8": 2.05}.get(codes, 2.14) if once else 3.19
@@ -269,7 +269,7 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
     of 64. Wide tiles have smaller stages, so that more of them fit. The scales of a chunk's two groups are read
     together, so a row must have an even number of them. Scales that are multiplied are read for a whole chunk."""
     bits = unpacking.bits
-    if tile.tokens == 256 and (bits == 8 or (unpacking.table and bits == 4)):
+    if tile.tokens == 256 and bits > (2 if unpacking.table else 4):
         return STEP
     if unpacking.table:
         # With few stages, beside sums and the table.
@@ -306,7 +306,13 @@ def stages(
 
 def _stage(tile: Tile, unpacking: Unpacking, chunk: int) -> int:
     held = -(-tile.rows // 64) * 64  # 256 for 224 rows, which overlap
-    return held * chunk * unpacking.bits // 8 + tile.tokens * chunk * 2
+    return held * _pitch(chunk, unpacking.bits) + tile.tokens * chunk * 2
+
+
+def _pitch(chunk: int, bits: int) -> int:
+    """Bytes between rows of codes in a stage: PITCH of ``weight_mm_large_batch_tiles_sm90.cuh``."""
+    row = chunk * bits // 8
+    return (row + 15) // 32 * 32 + 16 if row % 16 else row
 
 
 def _fixed(tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking) -> int:
@@ -357,7 +363,7 @@ class LargeBatchProduct(OneLaunch):
         x_pitch = even(k) if self.copies_x or m == 1 else x.strides[0]
         share, height = plan.tokens // plan.beside, _box_rows(plan.rows)
         pitch = codes.strides[0] if n > 1 else row
-        self.codes_map = (1, n, row, pitch, height, plan.chunk * operands.bits // 8)
+        self.codes_map = (1, n, row, pitch, height, _pitch(plan.chunk, operands.bits))
         self.x_map = (2, m, k, x_pitch, share, 64)
         wide = n % 8 == 0 and (residual is None or residual.misaligned == 0)
         self.grid, self.threads = plan.clusters * plan.cluster, 128 * (plan.groups + 1)

@@ -25,7 +25,10 @@ static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
 static constexpr int SOURCES = SPLIT * LANES;                 // of a tile's sums
 static constexpr int WARPS = 4 * GROUPS;                      // that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);            // of these warps and the producer's warp group
-static constexpr int PITCH = CHUNK * BITS / 8;                // bytes of a row of codes in a stage
+static constexpr int ROW_BYTES = CHUNK * BITS / 8;            // of a row of codes in a chunk
+// The same in a stage. The TMA copies multiples of 16 bytes from multiples of 16 on, so 8 bytes before or behind may be
+// those of another chunk. An odd multiple leaves eight rows in different banks.
+static constexpr int PITCH = ROW_BYTES % 16 ? (ROW_BYTES + 15) / 32 * 32 + 16 : ROW_BYTES;
 static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
 static constexpr int BOXES = CHUNK / 64;                     // of tokens in a stage, with rows of 128 bytes
 static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS % 128 ? ROWS : 128;  // of codes
@@ -51,19 +54,18 @@ static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // 
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < (GROUPS == 3 ? 80 : 64);
 static constexpr uint32 LESS = FOLDED ? 40 * 0x00800080 : 0;
 // The factor of the weights in the products.
-static constexpr float UNIT = CODES == LOOKUP                  ? UNIT_OF_TABLE
-                              : DTYPE == FP16 || CODES == E4M3 ? 1.0f
-                                                               : 1.0f / 64 / (FOLDED ? 1ll << 40 : 1);
+static constexpr float UNIT = CODES == LOOKUP         ? UNIT_OF_TABLE
+                              : BASE || CODES == E4M3 ? 1.0f
+                                                      : 1.0f / 64 / (FOLDED ? 1ll << 40 : 1);
 // The bits of an integer, read as a number, times FACTOR, plus OFFSET, give the integer times UNIT: see two_of.
 // E4M3's bits read as a bfloat16 are 2**-120 of the number.
-// The upper one of two codes of at most 4 bits lies BITS higher in its half.
-static constexpr int HIGHER = BITS <= 4 ? BITS : 0;
-static constexpr uint32 FACTOR = DTYPE == FP16   ? 0x3c003c00 - (HIGHER << 26)
-                                 : CODES == E4M3 ? 0x7b807b80
-                                                 : 0x7f007f00 - (HIGHER << 23) - LESS;
+static constexpr int MANTISSA = DTYPE == FP16 ? 10 : 7;
+static constexpr uint32 BELOW_CODES = (HIGHER << 16) + LOWER << MANTISSA;  // in the exponents of both halves
+static constexpr uint32 ONE = DTYPE == FP16 ? 0x3c00 : CODES == E4M3 ? 0x7b80 : BASE ? 0x3f80 : 0x7f00;
+static constexpr uint32 FACTOR = ONE * 0x10001 - BELOW_CODES - LESS;
 static constexpr uint32 OFFSET =
-    DTYPE == FP16 ? (0xe400u - (HIGHER << 10) + (1u << BITS - 1 + HIGHER) << 16) + 0xe400 + (1u << BITS - 1)
-                  : 0xc000c000 - (8 - BITS) * 0x00800080 - LESS;
+    BASE ? (BASE + 0x8000) * 0x10001 - BELOW_CODES + (1u << 15 + BITS + HIGHER) + (1u << BITS - 1 + LOWER)
+         : 0xc000c000 - (8 - BITS) * 0x00800080 - LESS;
 static constexpr int UNITS = HELD / 16;                         // of 16 rows, the share of a warp
 static constexpr int OWN = TOKENS / 16 * UNITS / SPLIT;         // squares of 16 rows by 16 tokens that a block finishes
 static constexpr int MERGED = OVERLAP ? TOKENS / 16 * 2 : 1;    // squares whose sum the other block has a part of
@@ -180,7 +182,7 @@ DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape 
     if (!schedule.take()) return;
 #pragma unroll
     for (int i = 0; i < HELD; i += BOX_ROWS)
-        if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * PITCH, schedule.row + i);
+        if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * ROW_BYTES & ~15, schedule.row + i);
     const long long row = shape.groups * (long long)SCALE_BYTES;
     const char *from = (const char *)epilogue.scale + schedule.row * row;
     const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
@@ -201,7 +203,8 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
             for (int i = 0; i < HELD; i += GATED ? min(BELOW, 128) : BOX_ROWS)
-                if (!schedule.leaves(i, ring.slot)) load_box(codes, chunk * PITCH, schedule.row_at(i), to + i * PITCH, full);
+                if (!schedule.leaves(i, ring.slot))
+                    load_box(codes, chunk * ROW_BYTES & ~15, schedule.row_at(i), to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
