@@ -574,6 +574,7 @@ def of_ranks(rank: int, world: int, place: str, kind: str, share: int, at: int) 
     own = [given[i] for i in SHARES[share][rank]]
     folder, out = Path(place) / "model", Path(place) / "out"
     options: dict[str, Any] = {"steps": steps, "group": torch.distributed.group.WORLD}
+    options |= {"kv_cache": "float8", "method": "minmax"} if kind in ("static", "tied") else {}
     finish, told = Streamed.finish, []
     with pytest.MonkeyPatch.context() as patch:
 

@@ -21,6 +21,7 @@ from torch import nn
 from lowbit import calibration as observed
 from lowbit.convert import Filter, Schemes, check_module
 from lowbit.inference.calibration.batches import Batches, usable_batches
+from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
@@ -60,6 +61,7 @@ def calibrate(
     blocks: Iterable[nn.Module] | None = ...,
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
+    kv_cache: CacheFormat | None = ...,
     group: dist.ProcessGroup | None = ...,
     format: str = ...,
     lossy: bool = ...,
@@ -87,6 +89,7 @@ def calibrate(
     steps: Sequence[Step] | None = ...,
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
+    kv_cache: CacheFormat | None = ...,
     group: dist.ProcessGroup | None = ...,
     **writing: Any,
 ) -> CalibrationReport: ...
@@ -100,6 +103,7 @@ def calibrate(
     blocks: Iterable[nn.Module] | None = None,
     cache: torch.device | str | os.PathLike[str] | None = "cpu",
     method: Method = "squared_error",
+    kv_cache: CacheFormat | None = None,
     group: dist.ProcessGroup | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
@@ -145,6 +149,9 @@ def calibrate(
         cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie; None: where the
             model makes them.
         method: how static ranges are chosen (`lowbit.calibration.calibrate`).
+        kv_cache: "float8": find a static scale (e4m3) of the keys and one of the values that each attention layer of a
+            model of transformers caches, by the same batches. They become its buffers `k_scale` and `v_scale`, float32
+            [1], which `lowbit.export` writes for servers. None: none.
         group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
             the model in the memory of each, or with one folder and one `out` that all of them see, and get the same
             model. None: this process alone, also where torch.distributed is initialized; in the context the default
@@ -178,7 +185,7 @@ def calibrate(
         if isinstance(model, str | os.PathLike):
             raise TypeError(_FOLDER)
         _check_context(batches, filter_fn, steps, blocks)
-        _check_read(out, device, cache, writing)
+        _check_read(out, device, cache, kv_cache, writing)
         own = filter_fn if batches is None else batches
         return observed.calibrate(model, scheme, own, method=method, group=group)
     if group is not None and without_data:
@@ -199,7 +206,7 @@ def calibrate(
         with ranks.together():
             return calibrate_folder(
                 *(model, scheme, batches, filter_fn, chosen, method, place, device, out, writing),
-                ranks,
+                *(ranks, kv_cache),
             )
     check_module(model)
     _check_writing(out, device, writing)
@@ -207,7 +214,7 @@ def calibrate(
     _check_of_data(without_data, blocks, cache, method)
     with ranks.together():
         usable = Batches() if batches is None else usable_batches(model, batches, ranks)
-        run = _run(model, scheme, filter_fn, chosen, usable, method, **writing)
+        run = _run(model, scheme, filter_fn, chosen, usable, method, kv_cache, **writing)
         if without_data:
             run.check_without_data()
         return run.quantize([] if without_data else blocks, place)
@@ -220,15 +227,17 @@ def _run(
     steps: list[Step],
     batches: Batches,
     method: Method,
+    kv_cache: CacheFormat | None,
     format: str | None = None,
     lossy: bool = False,
 ) -> Run:
     """The calibration of a module, which will be written in `format` unless that is None."""
     if format is None:
-        return Run(model, scheme, filter_fn, steps, batches, method)
+        return Run(model, scheme, filter_fn, steps, batches, method, kv_cache=kv_cache)
     from lowbit.formats.writing import on_grid  # imports all formats
 
-    run = Run(model, on_grid(format, scheme, lossy), filter_fn, steps, batches, method)
+    fitting = on_grid(format, scheme, lossy)
+    run = Run(model, fitting, filter_fn, steps, batches, method, kv_cache=kv_cache)
     run.check_export(format, lossy)
     return run
 
@@ -270,8 +279,9 @@ def _check_context(given: Any, filter_fn: Any, steps: Any, blocks: Any) -> None:
         raise TypeError("steps and blocks need batches: calibrate(model, scheme, batches, steps=…)")
 
 
-def _check_read(out: Any, device: Any, cache: Any, writing: dict[str, Any]) -> None:
+def _check_read(out: Any, device: Any, cache: Any, kv_cache: Any, writing: dict[str, Any]) -> None:
     given = {"out": out is not None, "device": str(device) != "cpu", "cache": str(cache) != "cpu"}
+    given["kv_cache"] = kv_cache is not None
     if unread := [*(name for name, is_given in given.items() if is_given), *sorted(writing)]:
         raise TypeError(
             f"{', '.join(unread)}: not read by `with lowbit.calibrate(model, scheme):`, which takes filter_fn, method "

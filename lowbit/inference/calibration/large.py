@@ -9,7 +9,7 @@ the batches again. At the end `lowbit.export` writes the result in any format.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -26,6 +26,7 @@ from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.streamed import StreamedModel
 from lowbit.formats.writing import check_writing, default_format, export
 from lowbit.inference.calibration.batches import Batches, usable_batches
+from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.ranks import Ranks
@@ -34,6 +35,7 @@ from lowbit.inference.calibration.run import Run
 from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
+from lowbit.layers import cache_scales
 from lowbit.optional import version
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tracing.observer import Method
@@ -51,6 +53,7 @@ def calibrate_folder(
     out: str | PathLike[str],
     writing: Mapping[str, Any],
     ranks: Ranks,
+    kv_cache: CacheFormat | None,
 ) -> CalibrationReport:
     """Calibrate the model of a folder, and write it to `out`. Args: those of `lowbit.calibrate`; `ranks`: the processes
     that do so together, of which the first one writes.
@@ -67,7 +70,7 @@ def calibrate_folder(
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
     usable = Batches() if batches is None else usable_batches(source.model, batches, ranks)
     memory = Streamed(source)
-    run = Run(source.model, on_grid, choice, steps, usable, method, memory)
+    run = Run(source.model, on_grid, choice, steps, usable, method, memory, kv_cache=kv_cache)
     format = writing.get("format") or default_format(path)
     run.check_export(format, writing.get("lossy", False), source.folder)
     chain = chain_of(source.model, run.targets)
@@ -111,6 +114,8 @@ class Streamed(Memory):
         """The names of weights that are rounded before the blocks."""
         self._told = 0, 0, 0
         """How many layers, learned losses, and names of weights that vary, of the report are written."""
+        self._scales: Collection[str] = ()
+        """The names of the scales of keys and values that are written."""
 
     def begin(self, run: Run, chain: Sequence[nn.Module], finished: Finished) -> None:
         """`chain`: the blocks; [] for a model that is whole in memory."""
@@ -151,12 +156,20 @@ class Streamed(Memory):
         for name, value in tensors.items():
             if isinstance(value, LowbitTensor):
                 weights[name] = value._map(lambda t: t.to(self.source.device))
-            else:
+            elif not self._put_scale(name, value):
                 self.source.put(name, value)
         if place == "before":
             self._before = {*weights}
         self._run.put_back(targets, weights, results)
         self._tell()
+
+    def _put_scale(self, name: str, value: Tensor) -> bool:
+        """Put back a scale of keys or values. False: it is another tensor."""
+        layer, _, own = name.rpartition(".")
+        is_one = self._run.kv_cache is not None and cache_scales.is_named_so(name)
+        if is_one:
+            cache_scales.hold(self.source.model.get_submodule(layer), {own: value})
+        return is_one
 
     def finish(self, place: str) -> None:
         if place == "before":
@@ -174,12 +187,16 @@ class Streamed(Memory):
             "learned": [(name, losses._asdict()) for name, losses in report.learned[learned:]],
             "varied": self._run.varied[varied:],
         }
-        self._finished.write(place, {name: self.source.value(name) for name in names}, results)
+        values = {name: self.source.value(name) for name in names}
+        scales = cache_scales.held_in(self.source.model)
+        values |= {n: t for n, t in scales.items() if n not in self._scales}
+        self._finished.write(place, values, results)
         self._tell()
 
     def _tell(self) -> None:
         run = self._run
         self._told = len(run.report.layers), len(run.report.learned), len(run.varied)
+        self._scales = cache_scales.held_in(self.source.model).keys()
 
     def all_finished(self) -> CalibrationReport | None:
         """The report, if an earlier process has finished all places."""
@@ -188,6 +205,8 @@ class Streamed(Memory):
         for place in ("before", *map(str, range(len(self._chain))), "after"):
             if self.is_finished(place):
                 tensors, results = self._finished.read(place)
+                for name, value in tensors.items():
+                    self._put_scale(name, value)
                 low = {n: t for n, t in tensors.items() if isinstance(t, LowbitTensor)}
                 meta = {n: t._map(lambda part: part.to("meta")) for n, t in low.items()}
                 own = [t for t in self._run.targets if any(o.fqn in meta for o in t.owners)]
@@ -199,7 +218,8 @@ class Streamed(Memory):
         """The folder with all that is finished, in lowbit's format."""
         values = {name: self.source.value(name) for name in self.source.names()}
         low = {n: t for n, t in values.items() if isinstance(t, LowbitTensor)}
-        folder = self._finished.complete(self.source.folder.config, low)
+        settings = cache_scales.settings_for(cache_scales.held_in(self.source.model))
+        folder = self._finished.complete(self.source.folder.config, low, settings)
         self.source.folder.copy_files(folder)
         return folder
 
@@ -237,6 +257,7 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
         "list of steps": [str(step) for step in steps],
         "list of batches": batches,
         "choice of ranges": run.method,
+        "kv_cache": run.kv_cache,
         "kind of device": source.device.type,
     }
     ranks = run.batches.ranks

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -26,6 +27,12 @@ from lowbit.convert import (
     shape_of_blocks,
 )
 from lowbit.inference.calibration.batches import MASK, Batches, mask_of
+from lowbit.inference.calibration.cached import (
+    CacheFormat,
+    check_cache,
+    no_cache,
+    observing_caches,
+)
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.learned_rounding import Block, LearnedRounding, Losses
 from lowbit.inference.calibration.learned_weight import Weight, originals
@@ -37,6 +44,7 @@ from lowbit.inference.calibration.search import Search
 from lowbit.inference.calibration.stages import Entered, Left, Memory, Stage, block_of, walk
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Layer, Start, Step
+from lowbit.layers.cache_scales import KEY, held_in
 from lowbit.layers.static_input import input_qparams, take_input
 from lowbit.progress import progress
 from lowbit.tensor.core.checks import check_weight
@@ -65,6 +73,7 @@ class Run:
         starts: by name, the low-bit weights whose new values stand in the model; they get the results.
         reference: gives the outputs for a batch, by its number, that learning over the model aims at; None: those of
             the model in high precision.
+        kv_cache: that of `lowbit.calibrate`.
 
     Raises what `find_targets` raises, and ValueError for steps in another order, schemes that no step searches, a
     `method` without static activations, steps that do not run in several processes, and processes that differ in more
@@ -82,6 +91,7 @@ class Run:
         memory: Memory | None = None,
         starts: Mapping[str, Start] | None = None,
         reference: Callable[[int], Any] | None = None,
+        kv_cache: CacheFormat | None = None,
     ) -> None:
         self.model, self.batches, self.method = model, batches, method
         self.starts, self.reference = starts or {}, reference
@@ -98,6 +108,8 @@ class Run:
         _check_folds(steps)
         if batches.ranks.group is not None:
             _check_in_ranks(steps)
+        check_cache(kv_cache, model, in_blocks=memory is not None)
+        self.kv_cache = kv_cache
         self.began = time.perf_counter()
         if learned and not self.steps and not self.starts:
             self.steps = [Search()]
@@ -113,12 +125,12 @@ class Run:
         listed = [(t.fqn, tuple(t.weight.shape), str(t.scheme)) for t in self.targets]
         given = {"weights or schemes": listed, "steps": [str(step) for step in steps]}
         in_memory = model if memory is None else None
-        batches.ranks.begin(in_memory, given | {"choice of ranges": method})
-        has_static = any(target.scheme.is_static for target in self.targets)
+        batches.ranks.begin(in_memory, given | {"choice of ranges": method, "kv_cache": kv_cache})
+        has_static = kv_cache is not None or any(t.scheme.is_static for t in self.targets)
         if method != "squared_error" and not has_static:
             raise ValueError(
                 "method: for static activations, which no weight's scheme has; accepted: none, or e.g. "
-                "lowbit.Int8StaticActivationInt8Weight()"
+                "lowbit.Int8StaticActivationInt8Weight(), or kv_cache='float8'"
             )
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
@@ -136,6 +148,7 @@ class Run:
         steps = [s for s in self.steps if s.folds]
         found = [s.method for s in (*steps, *self.over_blocks, *self.over_model)]
         found += [f"the static input of {name}" for name in static[:1]]
+        found += [f"kv_cache={self.kv_cache!r}"] if self.kv_cache else []
         if found:
             raise ValueError(
                 f"{', '.join(found)}: needs batches, calibrate(model, scheme, batches, steps=…); without them "
@@ -154,6 +167,8 @@ class Run:
                 self._find_static(self.targets, self.batches)
             self._quantize(blocks, cache)
         take_input(modules)
+        if self.kv_cache and not held_in(self.model):
+            raise no_cache(self.model)
         self.report.notes = self.notes()
         self.report.seconds = time.perf_counter() - self.began
         return self.report.count(self.model)
@@ -189,6 +204,11 @@ class Run:
         if pruned := [layer.name for layer in layers if layer.zeros]:
             dense = len(layers) - len(pruned)
             found.append(f"pruned to 2 of 4 inputs: {_some(pruned)}; left dense: {dense}")
+        if self.kv_cache:
+            cached = [n.rpartition(".")[0] for n in held_in(self.model) if n.endswith(KEY)]
+            found.append(
+                f"{self.kv_cache} scales of the keys and values that {_some(cached)} cache"
+            )
         if self.varied:
             found.append(
                 f"{_some(self.varied)}: a batch multiplies them another number of times than the block before did, so "
@@ -204,7 +224,8 @@ class Run:
 
     def _needs(self) -> Needs:
         entered = self.memory.streams and (
-            any(target.scheme.is_static for target in self.targets)
+            self.kv_cache is not None
+            or any(target.scheme.is_static for target in self.targets)
             or any(step.folds for step in self.steps)
         )
         return Needs(
@@ -253,7 +274,7 @@ class Run:
             ranks = self.batches.ranks
             self._fold(place.targets, Batches(numbers if place.folds else (), ranks))
             if not place.is_finished:
-                self._find_static(place.targets, Batches(numbers, ranks))
+                self._find_static(place.targets, Batches(numbers, ranks), place.block)
 
     def _fold(self, targets: Sequence[Target], batches: Batches) -> None:
         """Let the steps change the model in high precision. No batches: name the steps of these weights alone."""
@@ -266,16 +287,27 @@ class Run:
                 method = f"{step.method} {own[0]}" if own else step.method
                 self.methods.setdefault(target.fqn, []).append(method)
 
-    def _find_static(self, targets: Sequence[Target], batches: Batches) -> None:
-        """Find the static scales of inputs, where the scheme has them."""
-        if not any(target.scheme.is_static for target in targets):
+    def _find_static(
+        self, targets: Sequence[Target], batches: Batches, block: nn.Module | None = None
+    ) -> None:
+        """Find the static scales of inputs, where the scheme has them, and those of keys and values, if they are
+        wanted. `block`: what runs; None: the model, or what lies outside of its blocks."""
+        found, ranks = observed.layers_of(targets), batches.ranks
+        caches = self.kv_cache is not None and (block is not None or not self.memory.streams)
+        if not found and not caches:
             return
-        with eval_mode(self.model), torch.no_grad():
-            found = observed.layers_of(targets)
-            with observed.observing(self.model, found, self.method, batches.ranks.group):
-                for batch in batches:
-                    call(self.model, batch)
-                batches.ranks.gathered(None)
+        with ExitStack() as stack:
+            stack.enter_context(eval_mode(self.model))
+            stack.enter_context(torch.no_grad())
+            run: Callable[[Any], Any] = partial(call, self.model)
+            if caches:
+                run = stack.enter_context(observing_caches(self.model, block, self.method, ranks))
+            if found:
+                seen = observed.observing(self.model, found, self.method, ranks.group)
+                stack.enter_context(seen)
+            for batch in batches:
+                run(batch)
+            ranks.gathered(None)
 
     def _check_finite(self, group: Group) -> None:
         for target, moments in zip(group.targets, group.moments, strict=True):
@@ -344,7 +376,13 @@ class Run:
         """Raise the FormatError that writing the result will raise. Args: those of
         `lowbit.formats.foreseen.check_export`."""
         from lowbit.formats.foreseen import FormatError, check_export  # they import all formats
+        from lowbit.formats.registry import target
 
+        if self.kv_cache and not getattr(target(format), "holds_cache_scales", False):
+            raise FormatError(
+                f"{format} has no place for scales of a KV cache: leave out kv_cache, or take format="
+                "'compressed-tensors', or 'lowbit'"
+            )
         if format != "lowbit" and any(isinstance(s, Rotate) and s.online for s in self.steps):
             raise FormatError(
                 f"{format} holds no weights whose products rotate their inputs: take Rotate(online=False), which folds "

@@ -44,12 +44,14 @@ class Entered:
         run: runs it on a batch, by its number, as the model in high precision does.
         is_finished: an earlier process has rounded its weights, which come back next.
         folds: True if all that may change beside its weights is kept.
+        block: the block; None outside of the blocks.
     """
 
     targets: Sequence[Target]
     run: Callable[[int], Any]
     is_finished: bool = False
     folds: bool = True
+    block: nn.Module | None = None
 
 
 class Left(NamedTuple):
@@ -214,7 +216,7 @@ def _block(
 
     if needs.high or not is_finished:
         memory.bring(block)
-        yield Entered(tuple(targets), high, is_finished)
+        yield Entered(tuple(targets), high, is_finished, block=block)
     twin = copy.deepcopy(block) if needs.pairs and not is_finished else None
     if needs.high and (is_finished or not (twin or needs.blocks)):
         states.advance(states.high, at, block)
