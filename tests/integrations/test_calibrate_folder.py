@@ -635,3 +635,30 @@ def test_processes_with_other_folders_are_refused(tmp_path: Path) -> None:
     messages = launch(of_other_folders, 2, str(tmp_path))
     assert "rank 1 has another folder than rank 0" in messages[0]
     assert left_beside(tmp_path / "out") in ([], [".out.lowbit-calibration"])
+
+
+def test_batches_held_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bits and the losses of memory, also in a call that goes on after a kill. Five tokens make a bad Hessian."""
+    folder, finish = save(tmp_path / "model"), Streamed.finish
+    few = [{"input_ids": batches()[0]["input_ids"][:1, :5]}]
+    options: dict[str, Any] = {"steps": [GPTQ(damping=1e-4)], "held_out": batches(5)}
+
+    def dying(memory: Streamed, name: str) -> None:
+        finish(memory, name)
+        if name == "1":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(Streamed, "finish", dying)
+    with pytest.raises(KeyboardInterrupt):
+        lb.calibrate(folder, INT3, few, out=tmp_path / "out", format="lowbit", **options)
+    monkeypatch.undo()
+    with pytest.raises(FormatError, match="another list of batches"):
+        lb.calibrate(folder, INT3, few, out=tmp_path / "out", steps=options["steps"])
+    report = lb.calibrate(folder, INT3, few, out=tmp_path / "out", format="lowbit", **options)
+    model = lb.load_pretrained(folder)
+    expected = lb.calibrate(model, INT3, few, without_head, **options)
+    assert_same(lb.load_pretrained(tmp_path / "out"), model)
+    assert report.held_out == expected.held_out and report.layers.keys() == expected.layers.keys()
+    assert {losses.kept for _, losses in report.held_out} >= {False}
+    methods = {n: x.method for n, x in report.layers.items()}
+    assert methods == {n: x.method for n, x in expected.layers.items()}

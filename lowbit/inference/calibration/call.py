@@ -62,6 +62,7 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
     kv_cache: CacheFormat | None = ...,
+    held_out: Iterable[Any] = ...,
     group: dist.ProcessGroup | None = ...,
     format: str = ...,
     lossy: bool = ...,
@@ -90,6 +91,7 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
     kv_cache: CacheFormat | None = ...,
+    held_out: Iterable[Any] = ...,
     group: dist.ProcessGroup | None = ...,
     **writing: Any,
 ) -> CalibrationReport: ...
@@ -104,6 +106,7 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = "cpu",
     method: Method = "squared_error",
     kv_cache: CacheFormat | None = None,
+    held_out: Iterable[Any] = (),
     group: dist.ProcessGroup | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
@@ -152,6 +155,9 @@ def calibrate(
         kv_cache: "float8": find a static scale (e4m3) of the keys and one of the values that each attention layer of a
             model of transformers caches, by the same batches. They become its buffers `k_scale` and `v_scale`, float32
             [1], which `lowbit.export` writes for servers. None: none.
+        held_out: batches like `batches` that the steps don't see. Where a block's output for these is further from that
+            in high precision than by min-max rounding, its weights are rounded by min-max, and `report.held_out` says
+            so. None of them: nothing is compared.
         group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
             the model in the memory of each, or with one folder and one `out` that all of them see, and get the same
             model. None: this process alone, also where torch.distributed is initialized; in the context the default
@@ -185,7 +191,7 @@ def calibrate(
         if isinstance(model, str | os.PathLike):
             raise TypeError(_FOLDER)
         _check_context(batches, filter_fn, steps, blocks)
-        _check_read(out, device, cache, kv_cache, writing)
+        _check_read(out, device, cache, kv_cache, writing | _held(held_out))
         own = filter_fn if batches is None else batches
         return observed.calibrate(model, scheme, own, method=method, group=group)
     if group is not None and without_data:
@@ -200,20 +206,22 @@ def calibrate(
     place = _cache(cache)
     if isinstance(model, str | os.PathLike):
         out = _checked_out(out, blocks, writing)
-        _check_of_data(without_data, blocks, cache, method)
+        _check_of_data(without_data, blocks, cache, method, held_out)
         from lowbit.inference.calibration.large import calibrate_folder  # imports all formats
 
         with ranks.together():
             return calibrate_folder(
                 *(model, scheme, batches, filter_fn, chosen, method, place, device, out, writing),
-                *(ranks, kv_cache),
+                *(ranks, kv_cache, held_out),
             )
     check_module(model)
     _check_writing(out, device, writing)
     blocks = blocks if blocks is None else list(blocks)
-    _check_of_data(without_data, blocks, cache, method)
+    _check_of_data(without_data, blocks, cache, method, held_out)
     with ranks.together():
-        usable = Batches() if batches is None else usable_batches(model, batches, ranks)
+        usable = Batches()
+        if batches is not None:
+            usable = usable_batches(model, batches, ranks, held_out)
         run = _run(model, scheme, filter_fn, chosen, usable, method, kv_cache, **writing)
         if without_data:
             run.check_without_data()
@@ -279,6 +287,10 @@ def _check_context(given: Any, filter_fn: Any, steps: Any, blocks: Any) -> None:
         raise TypeError("steps and blocks need batches: calibrate(model, scheme, batches, steps=…)")
 
 
+def _held(held_out: Any) -> dict[str, Any]:
+    return {} if isinstance(held_out, tuple) and not held_out else {"held_out": held_out}
+
+
 def _check_read(out: Any, device: Any, cache: Any, kv_cache: Any, writing: dict[str, Any]) -> None:
     given = {"out": out is not None, "device": str(device) != "cpu", "cache": str(cache) != "cpu"}
     given["kv_cache"] = kv_cache is not None
@@ -289,12 +301,15 @@ def _check_read(out: Any, device: Any, cache: Any, kv_cache: Any, writing: dict[
         )
 
 
-def _check_of_data(without_data: bool, blocks: Any, cache: Any, method: Method) -> None:
+def _check_of_data(
+    without_data: bool, blocks: Any, cache: Any, method: Method, held_out: Any
+) -> None:
     """Raise TypeError for options on data that are not read."""
     given = {
         "blocks": without_data and blocks is not None,
         "cache": (without_data or blocks == []) and str(cache) != "cpu",
         "method": without_data and method != "squared_error",
+        "held_out": without_data and bool(_held(held_out)),
     }
     if unread := [name for name, is_given in given.items() if is_given]:
         why = "not read without batches; accepted: calibrate(model, scheme, batches, …)"

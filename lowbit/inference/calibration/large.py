@@ -54,6 +54,7 @@ def calibrate_folder(
     writing: Mapping[str, Any],
     ranks: Ranks,
     kv_cache: CacheFormat | None,
+    held_out: Any,
 ) -> CalibrationReport:
     """Calibrate the model of a folder, and write it to `out`. Args: those of `lowbit.calibrate`; `ranks`: the processes
     that do so together, of which the first one writes.
@@ -68,7 +69,9 @@ def calibrate_folder(
     on_grid = check_writing(path, out, scheme, **writing)
     source = StreamedModel(path, device)
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
-    usable = Batches() if batches is None else usable_batches(source.model, batches, ranks)
+    usable = Batches()
+    if batches is not None:
+        usable = usable_batches(source.model, batches, ranks, held_out)
     memory = Streamed(source)
     run = Run(source.model, on_grid, choice, steps, usable, method, memory, kv_cache=kv_cache)
     format = writing.get("format") or default_format(path)
@@ -112,8 +115,8 @@ class Streamed(Memory):
         """The blocks that were brought into memory, and None for what lies outside of them, by their ids."""
         self._before: set[str] = set()
         """The names of weights that are rounded before the blocks."""
-        self._told = 0, 0, 0
-        """How many layers, learned losses, and names of weights that vary, of the report are written."""
+        self._told = 0, 0, 0, 0
+        """How many layers, learned and held-out losses, and names of weights that vary, of the report are written."""
         self._scales: Collection[str] = ()
         """The names of the scales of keys and values that are written."""
 
@@ -181,10 +184,11 @@ class Streamed(Memory):
         else:
             names = self.source.names_in(self._chain[int(place)])
         report = self._run.report
-        layers, learned, varied = self._told
+        layers, learned, held_out, varied = self._told
         results = {
             "layers": [asdict(one) for one in list(report.layers.values())[layers:]],
             "learned": [(name, losses._asdict()) for name, losses in report.learned[learned:]],
+            "held_out": [(name, losses._asdict()) for name, losses in report.held_out[held_out:]],
             "varied": self._run.varied[varied:],
         }
         values = {name: self.source.value(name) for name in names}
@@ -195,7 +199,8 @@ class Streamed(Memory):
 
     def _tell(self) -> None:
         run = self._run
-        self._told = len(run.report.layers), len(run.report.learned), len(run.varied)
+        losses = len(run.report.learned), len(run.report.held_out)
+        self._told = len(run.report.layers), *losses, len(run.varied)
         self._scales = cache_scales.held_in(self.source.model).keys()
 
     def all_finished(self) -> CalibrationReport | None:
@@ -249,7 +254,7 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
     files = [(name, found.st_size, found.st_mtime_ns) for name, found in shards]
     schemes = {target.fqn: target.scheme.to_dict() for target in run.targets}
     leaves, tree = tree_flatten(list(run.batches))
-    batches = [str(tree), *map(_text, leaves)]
+    batches = [str(tree), str(run.batches.seen), *map(_text, leaves)]
     given = {
         "set of releases": [version(name) for name in ("lowbit", "torch", "transformers")],
         "folder": [source.folder.config, files],

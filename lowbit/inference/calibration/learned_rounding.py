@@ -294,6 +294,12 @@ class _Learning:
     def means(self) -> list[float]:
         """The mean losses over all batches: of the sequences that are learned from, and of those held out if there are
         any."""
+        losses, counts = self.totals()
+        found = [total / max(n, 1) for total, n in zip(losses, counts, strict=True)]
+        return found if counts[1] else found[:1]
+
+    def totals(self) -> list[list[float]]:
+        """The sums of both losses, and how many tokens each is about."""
         own = [w.values for w in self.weights] or list(self.block.module.parameters())
         device = own[0].device
         totals = torch.zeros(2, 2, dtype=torch.float64, device=device)
@@ -303,9 +309,13 @@ class _Learning:
                     totals[0, part] += loss
                     totals[1, part] += rows
         self.block.ranks.add_up(totals)
-        losses, counts = totals.tolist()
-        found = [total / max(n, 1) for total, n in zip(losses, counts, strict=True)]
-        return found if counts[1] else found[:1]
+        return totals.tolist()
+
+
+def mean_loss(block: Block, over: Literal["blocks", "model"]) -> float:
+    """The mean loss of a block as it is, over all its sequences. `over`: that of `LearnedRounding`."""
+    losses, counts = _Learning(LearnedRounding(over=over, vector_rate=0), block, ()).totals()
+    return sum(losses) / max(sum(counts), 1)
 
 
 def mean_losses(block: Block, loss: Literal["error", "kl"] | None) -> tuple[float, float | None]:

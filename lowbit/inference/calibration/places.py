@@ -20,12 +20,14 @@ from lowbit.inference.calibration.ranks import Ranks
 
 class Needs(NamedTuple):
     """What the steps of a calibration read: all of each Hessian, or its diagonal; the inputs in high precision beside
-    those of the rounded model; blocks whose weights are all rounded; and blocks in high precision (`Entered`)."""
+    those of the rounded model; blocks whose weights are all rounded; blocks in high precision (`Entered`); and outputs
+    for batches that no step sees (`HeldOut`)."""
 
     full: bool
     pairs: bool
     blocks: bool = False
     entered: bool = False
+    held_out: bool = False
 
     @property
     def high(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -33,6 +34,7 @@ from lowbit.inference.calibration.cached import (
     no_cache,
     observing_caches,
 )
+from lowbit.inference.calibration.held_out import HeldOutLosses, MinMax
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.learned_rounding import Block, LearnedRounding, Losses
 from lowbit.inference.calibration.learned_weight import Weight, originals
@@ -41,7 +43,15 @@ from lowbit.inference.calibration.pruning import Prune24
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.rotation import LEFT, Rotate
 from lowbit.inference.calibration.search import Search
-from lowbit.inference.calibration.stages import Entered, Left, Memory, Stage, block_of, walk
+from lowbit.inference.calibration.stages import (
+    Entered,
+    HeldOut,
+    Left,
+    Memory,
+    Stage,
+    block_of,
+    walk,
+)
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Layer, Start, Step
 from lowbit.layers.cache_scales import KEY, held_in
@@ -126,12 +136,7 @@ class Run:
         given = {"weights or schemes": listed, "steps": [str(step) for step in steps]}
         in_memory = model if memory is None else None
         batches.ranks.begin(in_memory, given | {"choice of ranges": method, "kv_cache": kv_cache})
-        has_static = kv_cache is not None or any(t.scheme.is_static for t in self.targets)
-        if method != "squared_error" and not has_static:
-            raise ValueError(
-                "method: for static activations, which no weight's scheme has; accepted: none, or e.g. "
-                "lowbit.Int8StaticActivationInt8Weight(), or kv_cache='float8'"
-            )
+        self._check_read(bool(learned))
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
         self.methods: dict[str, list[str]] = {}
@@ -140,7 +145,22 @@ class Run:
         """What the scales of siblings share, by the name of each weight."""
         self.varied: list[str] = []
         """Weights that some batch multiplies more often than was foreseen."""
+        self.minmax = MinMax()
         self.advance: Callable[[int], None] = lambda count: None
+
+    def _check_read(self, learns: bool) -> None:
+        """Raise ValueError for a choice of ranges without any, and for batches held out that no step is held to."""
+        has_static = self.kv_cache is not None or any(t.scheme.is_static for t in self.targets)
+        if self.method != "squared_error" and not has_static:
+            raise ValueError(
+                "method: for static activations, which no weight's scheme has; accepted: none, or e.g. "
+                "lowbit.Int8StaticActivationInt8Weight(), or kv_cache='float8'"
+            )
+        if self.batches.holds_out and (learns or not self.steps):
+            raise ValueError(
+                "held_out is for steps on layers, such as Search() and GPTQ(): LearnedRounding holds out one sequence "
+                "in eight itself, and rounding to nearest, steps=[], is what they are compared with; leave out held_out"
+            )
 
     def check_without_data(self) -> None:
         """Raise ValueError for a step or scheme that needs batches."""
@@ -233,6 +253,7 @@ class Run:
             bool(self.batches.total) and any(s.pairs for s in self.steps),
             bool(self.over_blocks),
             entered,
+            self.batches.holds_out,
         )
 
     def _take(self, stage: Stage) -> None:
@@ -240,6 +261,8 @@ class Run:
             self._enter(stage)
         elif isinstance(stage, Block):
             self._learn(stage)
+        elif isinstance(stage, HeldOut):
+            self._hold(stage)
         elif isinstance(stage, Left):
             self.varied += sorted(set().union(*self.batches.ranks.gathered(set(stage.varied))))
             if not self.over_model:
@@ -262,7 +285,8 @@ class Run:
             return
         for target in place.targets:
             check_weight(target.weight, target.fqn)
-        numbers = [{"number": i, MASK: mask_of(batch)} for i, batch in enumerate(self.batches)]
+        seen = self.batches[: self.batches.seen]
+        numbers = [{"number": i, MASK: mask_of(batch)} for i, batch in enumerate(seen)]
 
         plain = self.model.forward
 
@@ -305,7 +329,7 @@ class Run:
             if found:
                 seen = observed.observing(self.model, found, self.method, ranks.group)
                 stack.enter_context(seen)
-            for batch in batches:
+            for batch in batches[: batches.seen]:
                 run(batch)
             ranks.gathered(None)
 
@@ -333,6 +357,8 @@ class Run:
         for step in self.steps:
             step.apply(layer)
         weight = Weight(target, layer, start)
+        if self.batches.holds_out:
+            self.minmax.weights.append((target, _made(_by_minmax(target, layer, joint), target)))
         self.batches.ranks.alike(weight.values, *(t for t in weight.qparams if t is not None))
         seconds = time.perf_counter() - began
         rows = moments.total + moments.looked_up
@@ -350,6 +376,21 @@ class Run:
             self._replace()
         else:
             weight.show(weight.values)
+
+    def _hold(self, place: HeldOut) -> None:
+        """Round the weights of a place by min-max, where that is better for the batches held out."""
+        losses, names = self.minmax.chosen(place)
+        if not names:
+            return
+        self.report.held_out.append((place.block.name, losses))
+        entries = {entry.fqn: i for i, entry in enumerate(self.report.entries)}
+        for name in () if losses.kept else names:
+            old = self.report.layers[name]
+            new = replace(old, method=f"{old.method}, then min-max", after=old.before)
+            self.report.layers[name] = new
+            at = entries[name]
+            note = self.report.entries[at].note.replace(str(old), str(new))
+            self.report.entries[at] = replace(self.report.entries[at], note=note)
 
     def _learn(self, block: Block) -> None:
         """Learn the rounding of a block, whose weights are rounded."""
@@ -406,6 +447,8 @@ class Run:
             held_out = losses["held_out"] and tuple(losses["held_out"])
             learned = Losses(**(losses | {"held_out": held_out}))
             self.report.learned.append((name, learned))
+        for name, losses in results["held_out"]:
+            self.report.held_out.append((name, HeldOutLosses(**losses)))
         while targets:
             target = targets.pop(0)
             # A tied weight has the name that the folder gives it.
@@ -478,6 +521,17 @@ def _layer(
     dtype = spec.scale_dtype_for(plain.dtype)
     wide = matrix.float().contiguous()
     return Layer(target.fqn, wide, spec, dtype, moments, joint)
+
+
+def _by_minmax(target: Target, layer: Layer, joint: Tensor | None) -> Weight:
+    """The weight of a layer on which steps have run, with the scales that it would have without them. `joint`: what
+    siblings share then."""
+    plain = copy.copy(layer)
+    plain.values = plain.qparams = None
+    plain.joint = joint
+    if layer.joint is not None and (layer.rotation > 1 or joint is None):
+        plain.joint = layer.spec.joint_part([layer.weight], torch.float32)
+    return Weight(target, plain)
 
 
 def _kept_joint(held: Any) -> Tensor | None:

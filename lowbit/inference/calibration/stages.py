@@ -16,10 +16,10 @@ chain is one block. Where `Memory` streams the weights, one block of the model i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -31,7 +31,7 @@ from lowbit.inference.calibration.learned_rounding import Block
 from lowbit.inference.calibration.places import Group, Needs, Place
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.states import Cache, States
-from lowbit.tracing.batches import call
+from lowbit.tracing.batches import call, output_tensor
 from lowbit.tracing.block_inputs import NotAChain, capture
 
 
@@ -52,6 +52,19 @@ class Entered:
     is_finished: bool = False
     folds: bool = True
     block: nn.Module | None = None
+
+
+@dataclass
+class HeldOut:
+    """A place whose weights are all rounded, and the batches that no step has seen.
+
+    Attributes:
+        block: runs on these batches. Its targets are what the place gave before its weights were rounded.
+        over: "model" if it gives what the model does.
+    """
+
+    block: Block
+    over: Literal["blocks", "model"]
 
 
 class Left(NamedTuple):
@@ -87,7 +100,7 @@ class Memory:
         """Take note that the weights of this place are rounded."""
 
 
-Stage = Entered | Group | Block | Left
+Stage = Entered | Group | Block | HeldOut | Left
 
 
 def walk(
@@ -113,7 +126,7 @@ def walk(
 
     Raises NotAChain for `blocks` that are not one, and ValueError for a batch that the model does not take.
     """
-    masks = [mask_of(batch) for batch in batches]
+    masks = [mask_of(batch) for batch in batches[: batches.seen]]
     chain = chain_of(model, targets) if blocks is None else list(blocks)
     states = None
     memory.bring(None)
@@ -157,6 +170,7 @@ def _as_one(
     """A model without blocks."""
     place = Place(lambda i: call(model, batches[i]), masks, batches.ranks)
     yield Entered(tuple(targets), place.run)
+    held = _held_out("the model", model, place.run, place.run, batches, needs, list)
     if needs.pairs:
         twin = copy.deepcopy(model)
         place.copies = _copies(model, twin, targets)
@@ -164,6 +178,7 @@ def _as_one(
     yield from place.groups(targets, needs)
     if needs.blocks:
         yield block_of(model, batches, masks)
+    yield from held
     yield Left("after")
 
 
@@ -187,7 +202,10 @@ def _before(
             memory.drop(block)
         run = partial(states.after, last)
     yield Entered(tuple(targets), run, folds=False)
-    yield from Place(run, masks, states.batches.ranks).groups(targets, needs)
+    name, model, batches = "before the blocks", states.model, states.batches
+    held = _held_out(name, model, run, run, batches, needs, states.kept)
+    yield from Place(run, masks, batches.ranks).groups(targets, needs)
+    yield from held
     yield Left("before")
 
 
@@ -217,6 +235,13 @@ def _block(
     if needs.high or not is_finished:
         memory.bring(block)
         yield Entered(tuple(targets), high, is_finished, block=block)
+    held = []
+    if not is_finished:
+        plain = (
+            high if needs.high else low
+        )  # without a comparison nobody advances the states in high precision
+        given = states.batches, needs, states.kept
+        held = _held_out(f"block {at}", block, low, plain, *given, over="blocks")
     twin = copy.deepcopy(block) if needs.pairs and not is_finished else None
     if needs.high and (is_finished or not (twin or needs.blocks)):
         states.advance(states.high, at, block)
@@ -248,6 +273,10 @@ def _block(
             states.high = own.targets
         elif twin is not None and not inside.is_kept:
             states.advance(states.high, at, twin)
+        elif twin is not None:
+            for i in range(states.batches.seen, len(states.batches)):
+                states.high[i] = states.run(at, twin, states.high[i], i)
+        yield from held
         yield Left(place, inside.varied)
     states.advance(states.low, at, block)
     memory.drop(block)
@@ -260,8 +289,10 @@ def _after(
     sees those before it as they are."""
     place = Place(partial(states.after, states.low), masks, states.batches.ranks)
     if targets:
-        high = partial(states.after, states.high)
+        high = partial(states.after, states.high if needs.high else states.low)
         yield Entered(tuple(targets), high)
+        given = states.batches, needs, states.kept
+        held = _held_out("after the blocks", states.model, place.run, high, *given)
         if needs.pairs:
             place.copies = {target.fqn: target for target in targets}
             place.high = high
@@ -272,7 +303,37 @@ def _after(
             own = Block(name, states.model, count, rows.__getitem__, place.run, high, masks)
             own.ranks = states.batches.ranks
             yield own
+        yield from held
     yield Left("after")
+
+
+def _held_out(
+    name: str,
+    module: nn.Module,
+    run: Callable[[int], Any],
+    high: Callable[[int], Any],
+    batches: Batches,
+    needs: Needs,
+    kept: Callable[[Iterable[Tensor]], MutableSequence[Tensor]],
+    over: Literal["blocks", "model"] = "model",
+) -> list[HeldOut]:
+    """What a place gives for the batches held out, at a time at which its weights are not rounded yet; [] if there are
+    none.
+
+    Args:
+        name, module: of the place.
+        run, high: as those of a `Place`.
+        kept: makes the sequence of targets.
+        over: that of `HeldOut`.
+    """
+    if not needs.held_out:
+        return []
+    first, count = batches.seen, len(batches) - batches.seen
+    masks = [mask_of(batch) for batch in batches[first:]]
+    targets = kept(output_tensor(high(first + i)) for i in range(count))
+    here: Any = lambda i: run(first + i)  # noqa: E731
+    block = Block(name, module, count, lambda i: 1, here, high, masks, targets, ranks=batches.ranks)
+    return [HeldOut(block, over)]
 
 
 def first_of_each_class(blocks: Sequence[nn.Module]) -> list[nn.Module]:
