@@ -150,3 +150,21 @@ def test_what_is_refused() -> None:
     with pytest.raises(TypeError, match="batches must be a list"):
         lb.calibrate(model, INT3, [tokens(0)], held_out=tokens(1))
     assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_one_batch_in_eight_is_held_out() -> None:
+    """Of eight and more, unless `held_out` says otherwise or learned rounding holds out sequences itself."""
+    given = [tokens(seed, 2, 7) for seed in range(17)]
+    models = [build() for _ in range(4)]
+    reports = [
+        lb.calibrate(models[0], INT3, given, steps=[Search()]),
+        lb.calibrate(models[1], INT3, given[:15], steps=[Search()], held_out=given[15:]),
+        lb.calibrate(models[2], INT3, given, steps=[Search()], held_out=[]),
+        lb.calibrate(models[3], INT3, given, steps=[Search(), LearnedRounding(steps=1)]),
+    ]
+    rows = [report.layers["layers.0.up_proj.weight"].rows for report in reports]
+    assert rows == [15 * 14, 15 * 14, 17 * 14, 17 * 14]
+    assert differing(models[0], models[1]) == [] and reports[0].held_out == reports[1].held_out
+    assert len(reports[0].held_out) == 4 and not reports[2].held_out and not reports[3].held_out
+    few = lb.calibrate(build(), INT3, given[:7], steps=[Search()])
+    assert few.layers["layers.0.up_proj.weight"].rows == 7 * 14 and few.held_out == []

@@ -295,7 +295,7 @@ def held_bytes() -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(("asymmetric", "most"), [(0.0, 1.6), (1.0, 2.6)])
+@pytest.mark.parametrize(("asymmetric", "most"), [(0.0, 1.6), (1.0, 1.8)])
 def test_one_block_is_in_memory(
     asymmetric: float, most: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

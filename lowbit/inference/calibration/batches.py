@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.tracing.batches import on_device_of
 
+HELD_OUT = 8
+"""One batch in so many is held out of steps on layers, and one sequence in so many of learned rounding."""
 MASK = "attention_mask"
 """The entry of a batch, and the keyword of a model, that says which tokens count."""
 
@@ -74,15 +76,20 @@ def usable_batches(
     model: nn.Module,
     batches: Iterable[Any],
     ranks: Ranks | None = None,
-    held_out: Iterable[Any] = (),
+    held_out: Iterable[Any] | None = (),
 ) -> Batches:
-    """The batches that have something that counts, on the device of the model's first parameter. Raises ValueError if
-    no process has one besides those held out, and TypeError as `as_list`."""
+    """The batches that have something that counts, on the device of the model's first parameter. `held_out`: those of
+    `Batches`; None: the last one in `HELD_OUT` of these. Raises ValueError if no process has a batch besides those held
+    out, and TypeError as `as_list`."""
     moved, others = (
-        [on_device_of(model, batch) for batch in as_list(given)] for given in (batches, held_out)
+        [on_device_of(model, batch) for batch in as_list(given)]
+        for given in (batches, () if held_out is None else held_out)
     )
-    usable = ([batch for batch in given if not _is_empty(batch)] for given in (moved, others))
-    kept = Batches(next(usable), ranks, next(usable))
+    usable, others = ([batch for batch in own if not _is_empty(batch)] for own in (moved, others))
+    if held_out is None:
+        last = len(usable) - len(usable) // HELD_OUT
+        usable, others = usable[:last], usable[last:]
+    kept = Batches(usable, ranks, others)
     if not kept.total:
         raise ValueError(
             f"got {len(moved)} batches, none of which has elements that count; accepted: one or more "

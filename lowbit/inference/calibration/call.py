@@ -25,7 +25,7 @@ from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run
+from lowbit.inference.calibration.run import Run, holding_out
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
 from lowbit.tracing.observer import Method, check_method
@@ -62,7 +62,7 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
     kv_cache: CacheFormat | None = ...,
-    held_out: Iterable[Any] = ...,
+    held_out: Iterable[Any] | None = ...,
     group: dist.ProcessGroup | None = ...,
     format: str = ...,
     lossy: bool = ...,
@@ -91,7 +91,7 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
     kv_cache: CacheFormat | None = ...,
-    held_out: Iterable[Any] = ...,
+    held_out: Iterable[Any] | None = ...,
     group: dist.ProcessGroup | None = ...,
     **writing: Any,
 ) -> CalibrationReport: ...
@@ -106,7 +106,7 @@ def calibrate(
     cache: torch.device | str | os.PathLike[str] | None = "cpu",
     method: Method = "squared_error",
     kv_cache: CacheFormat | None = None,
-    held_out: Iterable[Any] = (),
+    held_out: Iterable[Any] | None = None,
     group: dist.ProcessGroup | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
@@ -128,7 +128,7 @@ def calibrate(
     another, in the order in which the model calls them, so that each sees the inputs that the weights before it,
     rounded already, give. Static scales of activations are found first, by the same batches. The model runs in eval
     mode. Beside the model it holds the hidden states of all batches at one block, the Hessians of a few weights, and,
-    where a step compares with the model in high precision (`GPTQ`), these states twice and a copy of one block.
+    where a step compares with the model in high precision (`GPTQ`), these states twice.
 
     A folder, with config.json and *.safetensors, is calibrated block by block: in memory there are one block, and a
     copy of it where a step compares, or the embeddings and the head. `lowbit.export` writes the result. Finished blocks
@@ -157,7 +157,8 @@ def calibrate(
             [1], which `lowbit.export` writes for servers. None: none.
         held_out: batches like `batches` that the steps don't see. Where a block's output for these is further from that
             in high precision than by min-max rounding, its weights are rounded by min-max, and `report.held_out` says
-            so. None of them: nothing is compared.
+            so. None: the last one in eight of `batches`, of eight and more, where steps on layers run and none that
+            learns, which holds out sequences itself. []: nothing is compared.
         group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
             the model in the memory of each, or with one folder and one `out` that all of them see, and get the same
             model. None: this process alone, also where torch.distributed is initialized; in the context the default
@@ -191,7 +192,7 @@ def calibrate(
         if isinstance(model, str | os.PathLike):
             raise TypeError(_FOLDER)
         _check_context(batches, filter_fn, steps, blocks)
-        _check_read(out, device, cache, kv_cache, writing | _held(held_out))
+        _check_read(out, device, cache, kv_cache, held_out, writing)
         own = filter_fn if batches is None else batches
         return observed.calibrate(model, scheme, own, method=method, group=group)
     if group is not None and without_data:
@@ -221,7 +222,7 @@ def calibrate(
     with ranks.together():
         usable = Batches()
         if batches is not None:
-            usable = usable_batches(model, batches, ranks, held_out)
+            usable = usable_batches(model, batches, ranks, holding_out(held_out, chosen))
         run = _run(model, scheme, filter_fn, chosen, usable, method, kv_cache, **writing)
         if without_data:
             run.check_without_data()
@@ -287,13 +288,11 @@ def _check_context(given: Any, filter_fn: Any, steps: Any, blocks: Any) -> None:
         raise TypeError("steps and blocks need batches: calibrate(model, scheme, batches, steps=…)")
 
 
-def _held(held_out: Any) -> dict[str, Any]:
-    return {} if isinstance(held_out, tuple) and not held_out else {"held_out": held_out}
-
-
-def _check_read(out: Any, device: Any, cache: Any, kv_cache: Any, writing: dict[str, Any]) -> None:
+def _check_read(
+    out: Any, device: Any, cache: Any, kv_cache: Any, held_out: Any, writing: dict[str, Any]
+) -> None:
     given = {"out": out is not None, "device": str(device) != "cpu", "cache": str(cache) != "cpu"}
-    given["kv_cache"] = kv_cache is not None
+    given |= {"kv_cache": kv_cache is not None, "held_out": held_out is not None}
     if unread := [*(name for name, is_given in given.items() if is_given), *sorted(writing)]:
         raise TypeError(
             f"{', '.join(unread)}: not read by `with lowbit.calibrate(model, scheme):`, which takes filter_fn, method "
@@ -309,7 +308,7 @@ def _check_of_data(
         "blocks": without_data and blocks is not None,
         "cache": (without_data or blocks == []) and str(cache) != "cpu",
         "method": without_data and method != "squared_error",
-        "held_out": without_data and bool(_held(held_out)),
+        "held_out": without_data and held_out is not None,
     }
     if unread := [name for name, is_given in given.items() if is_given]:
         why = "not read without batches; accepted: calibrate(model, scheme, batches, …)"

@@ -31,7 +31,7 @@ from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run
+from lowbit.inference.calibration.run import Run, holding_out
 from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
@@ -71,7 +71,7 @@ def calibrate_folder(
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
     usable = Batches()
     if batches is not None:
-        usable = usable_batches(source.model, batches, ranks, held_out)
+        usable = usable_batches(source.model, batches, ranks, holding_out(held_out, steps))
     memory = Streamed(source)
     run = Run(source.model, on_grid, choice, steps, usable, method, memory, kv_cache=kv_cache)
     format = writing.get("format") or default_format(path)

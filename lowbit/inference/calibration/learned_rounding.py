@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target, adapter_modules
+from lowbit.inference.calibration.batches import HELD_OUT
 from lowbit.inference.calibration.learned_weight import Variables, Vectors, Weight, originals
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.step import Layer, Step, check_share
@@ -40,8 +41,6 @@ from lowbit.tracing.block_inputs import moved
 
 BETAS = 0.9, 0.99
 """The decay rates of Adam, which learns vectors."""
-HELD_OUT = 8
-"""One sequence in so many is held out: the last one of fewer. A single sequence is not."""
 
 
 class Losses(NamedTuple):
@@ -329,7 +328,10 @@ def mean_losses(block: Block, loss: Literal["error", "kl"] | None) -> tuple[floa
 def _held_out(sequences: Sequence[int]) -> list[int]:
     """How many of the last sequences of each batch are held out. Whole batches as far as one in eight allows, since a
     batch with one sequence less makes no step of `batch_size` sequences."""
-    total, done = sum(sequences), 0
+    total, done = (
+        sum(sequences),
+        0,
+    )  # of fewer it is the last one, and a single sequence is not held out
     found = [0] * len(sequences)
     for i, end in enumerate(accumulate(sequences)):
         if end // HELD_OUT - done >= sequences[i]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -493,6 +493,13 @@ def _check_in_ranks(steps: Sequence[Step]) -> None:
             "sums over batches, such as GPTQ, Search, LearnedRounding, AWQ, SmoothQuant, Prune24 and "
             "Rotate(folded=False)"
         )
+
+
+def holding_out(held_out: Iterable[Any] | None, steps: Sequence[Step]) -> Iterable[Any] | None:
+    """`held_out` of `usable_batches`, from that of `lowbit.calibrate`: without any, steps on layers are compared with
+    rounding to nearest on a share of the batches, unless learning compares its own result."""
+    is_compared = bool(steps) and not any(isinstance(step, LearnedRounding) for step in steps)
+    return held_out if held_out is not None or is_compared else ()
 
 
 def _check_scales(target: Target) -> None:

@@ -34,6 +34,9 @@ from lowbit.inference.calibration.states import Cache, States
 from lowbit.tracing.batches import call, output_tensor
 from lowbit.tracing.block_inputs import NotAChain, capture
 
+MOST_HELD = 2**30
+"""Bytes of the model's outputs that are kept for batches held out. Blocks give hidden states, of which all are kept."""
+
 
 @dataclass
 class Entered:
@@ -172,7 +175,7 @@ def _as_one(
     yield Entered(tuple(targets), place.run)
     held = _held_out("the model", model, place.run, place.run, batches, needs, list)
     if needs.pairs:
-        twin = copy.deepcopy(model)
+        twin = _twin(model)
         place.copies = _copies(model, twin, targets)
         place.high = lambda i: call(twin, batches[i])
     yield from place.groups(targets, needs)
@@ -242,7 +245,7 @@ def _block(
         )  # without a comparison nobody advances the states in high precision
         given = states.batches, needs, states.kept
         held = _held_out(f"block {at}", block, low, plain, *given, over="blocks")
-    twin = copy.deepcopy(block) if needs.pairs and not is_finished else None
+    twin = _twin(block) if needs.pairs and not is_finished else None
     if needs.high and (is_finished or not (twin or needs.blocks)):
         states.advance(states.high, at, block)
     if is_finished:
@@ -328,12 +331,24 @@ def _held_out(
     """
     if not needs.held_out:
         return []
-    first, count = batches.seen, len(batches) - batches.seen
-    masks = [mask_of(batch) for batch in batches[first:]]
-    targets = kept(output_tensor(high(first + i)) for i in range(count))
+    first = batches.seen
+    outputs = (output_tensor(high(i)) for i in range(first, len(batches)))
+    targets = kept(outputs if over == "blocks" else _as_many_as_fit(outputs))
+    count = len(targets)
+    masks = [mask_of(batch) for batch in batches[first : first + count]]
     here: Any = lambda i: run(first + i)  # noqa: E731
     block = Block(name, module, count, lambda i: 1, here, high, masks, targets, ranks=batches.ranks)
     return [HeldOut(block, over)]
+
+
+def _as_many_as_fit(outputs: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The first outputs of a model, logits over a vocabulary, up to `MOST_HELD` bytes, and one in any case."""
+    nbytes = 0
+    for output in outputs:
+        yield output
+        nbytes += output.nbytes
+        if nbytes >= MOST_HELD:
+            return
 
 
 def first_of_each_class(blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -417,6 +432,15 @@ def _called_before(
     with Watch(outside, seen):
         list(capture(model, chain, batches[:1], None))
     return batches.ranks.gathered(early)[batches.first]
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy that stays in high precision. Its parameters view the memory of the originals, which the steps replace and
+    do not write to."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in module.parameters()
+    }
+    return copy.deepcopy(module, memo)
 
 
 def _copies(module: nn.Module, twin: nn.Module, targets: Sequence[Target]) -> dict[str, Target]:
