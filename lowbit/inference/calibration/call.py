@@ -130,8 +130,8 @@ def calibrate(
     mode. Beside the model it holds the hidden states of all batches at one block, the Hessians of a few weights, and,
     where a step compares with the model in high precision (`GPTQ`), these states twice.
 
-    A folder, with config.json and *.safetensors, is calibrated block by block: in memory there are one block, and a
-    copy of it where a step compares, or the embeddings and the head. `lowbit.export` writes the result. Finished blocks
+    A folder, with config.json and *.safetensors, is calibrated block by block: in memory there are one block,
+    or the embeddings and the head. `lowbit.export` writes the result. Finished blocks
     wait in `.OUT.lowbit-calibration` beside `out`. After a kill, the same call goes on from there, to the same bits.
     Embeddings and the head stay plain unless a pattern names them, as in `lowbit.export`.
 

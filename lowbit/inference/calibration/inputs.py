@@ -71,6 +71,8 @@ class Moments:
         self.looked_up = 0
         self._mean: Tensor | None = None
         """The mean of x xᵀ over all matrices, once it was needed."""
+        self._all: Moments | None = None
+        """The sums of the whole stack, where these are of some of its experts."""
 
     @classmethod
     def of_weight(cls, weight: Tensor, groups: int = 1) -> Moments:
@@ -147,8 +149,17 @@ class Moments:
 
     @property
     def total(self) -> int:
-        """Input rows of all matrices together."""
-        return sum(self.rows)
+        """Input rows of all matrices together, for some experts those of the whole stack."""
+        return sum(self.rows if self._all is None else self._all.rows)
+
+    def some(self, first: int, last: int) -> Moments:
+        """Those of the experts from `first` to `last`, as views. Where one of them lacks rows, the mean over all
+        experts counts."""
+        made = copy.copy(self)
+        made.square = None if self.square is None else self.square[first:last]
+        made.rows = self.rows[first:last]
+        made.matrices, made._all = len(made.rows), self
+        return made
 
     @property
     def is_finite(self) -> bool:
@@ -185,9 +196,11 @@ class Moments:
             found = self.square[index]
             missing = self.size - self.rows[index]
             if self.stack and missing > 0:
-                if self._mean is None:
-                    self._mean = self.square.sum(0) / total
-                found = torch.add(found, self._mean, alpha=missing)
+                whole = self if self._all is None else self._all
+                if whole._mean is None:
+                    assert whole.square is not None
+                    whole._mean = whole.square.sum(0) / total
+                found = torch.add(found, whole._mean, alpha=missing)
         if self.looked_up:
             eye = torch.ones(self.size, dtype=torch.float32, device=self._device)
             own = torch.diag(eye) if self.full else eye

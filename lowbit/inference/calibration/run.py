@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,11 +20,8 @@ from lowbit.convert import (
     Target,
     find_targets,
     is_conv,
-    is_turned,
     joint_parts,
     replace_weights,
-    rounding_owners,
-    shape_of_blocks,
 )
 from lowbit.inference.calibration.batches import MASK, Batches, mask_of
 from lowbit.inference.calibration.cached import (
@@ -42,7 +38,15 @@ from lowbit.inference.calibration.places import Group, Needs
 from lowbit.inference.calibration.pruning import Prune24
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.rotation import LEFT, Rotate
+from lowbit.inference.calibration.rounded_weight import (
+    affine,
+    by_minmax,
+    in_place_of,
+    layer_of,
+    made,
+)
 from lowbit.inference.calibration.search import Search
+from lowbit.inference.calibration.some_experts import is_divisible, joined, some_experts
 from lowbit.inference.calibration.stages import (
     Entered,
     HeldOut,
@@ -55,14 +59,9 @@ from lowbit.inference.calibration.stages import (
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Layer, Start, Step
 from lowbit.layers.cache_scales import KEY, held_in
-from lowbit.layers.static_input import input_qparams, take_input
+from lowbit.layers.static_input import take_input
 from lowbit.progress import progress
 from lowbit.tensor.core.checks import check_weight
-from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.conv_tensor import ConvTensor
-from lowbit.tensor.frozen.requantize import write
-from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
-from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
 from lowbit.tracing.batches import call, eval_mode, output_tensor, uncached_autocast
 from lowbit.tracing.block_inputs import forward_of
 from lowbit.tracing.observer import Method
@@ -346,36 +345,79 @@ class Run:
     def _round(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
         """Run the steps on this weight, and replace it, or leave its values to those that learn."""
         start = self.starts.get(target.fqn)
-        layer = _layer(target, moments, joint, start)
+        began = time.perf_counter()
+        learns = bool(self.over_blocks or self.over_model)
+        by_experts = start is None and not learns and joint is None and is_divisible(target)
+        if by_experts and not any(isinstance(step, Prune24) for step in self.steps):
+            self._round_experts(target, moments, began)
+            return
+        layer = layer_of(target, moments, joint, start)
+        weight, sums = self._stepped(target, layer, start)
+        if self.batches.holds_out:
+            self.minmax.weights.append((target, made(by_minmax(target, layer, joint), target)))
+        self._enter_result(target, moments, sums, began)
+        if layer.mask is not None:
+            result = self.report.layers[layer.name]
+            self.report.layers[layer.name] = replace(result, zeros=_zeros(weight.values))
+        self.waiting.append(weight)
+        if learns:
+            weight.show(weight.values)
+        else:
+            self._replace()
+
+    def _round_experts(self, target: Target, moments: Moments, began: float) -> None:
+        """Run the steps on a few experts of a stack at a time, and replace it."""
+        parts: list[Any] = []
+        others: list[Any] = []
+        sums = torch.zeros(3, dtype=torch.float64)
+        for layer in some_experts(target, moments):
+            weight, own = self._stepped(target, layer)
+            parts.append(affine(weight, target))
+            sums += own
+            if self.batches.holds_out:
+                others.append(affine(by_minmax(target, layer, None), target))
+            del layer, weight  # before the next ones are made
+        if others:
+            other = in_place_of(joined(others, target), target)
+            self.minmax.weights.append((target, other))
+        self._enter_result(target, moments, sums, began)
+        stack = in_place_of(joined(parts, target), target)
+        self._put(target, lambda _: stack)
+
+    def _stepped(
+        self, target: Target, layer: Layer, start: Start | None = None
+    ) -> tuple[Weight, Tensor]:
+        """What the steps make of a layer, and three sums, float64: the squared errors of its outputs by min-max and
+        now, and what `Layer.error` divides them by."""
         is_read = [isinstance(owner.module, nn.Embedding) for owner in target.owners]
         layer.is_embedding = any(is_read)
-        if moments.full and not self.batches.total and not all(is_read):
+        if layer.moments.full and not self.batches.total and not all(is_read):
             groups: Any = target.owners[0].module.groups if is_conv(target) else 1
             layer.moments = Moments.of_weight(layer.weight, groups)
-        began = time.perf_counter()
-        before = layer.error(layer.rounded(layer.qparams or layer.minmax()))
+        before, _ = layer.errors(layer.rounded(layer.qparams or layer.minmax()))
         for step in self.steps:
             step.apply(layer)
         weight = Weight(target, layer, start)
-        if self.batches.holds_out:
-            self.minmax.weights.append((target, _made(_by_minmax(target, layer, joint), target)))
         self.batches.ranks.alike(weight.values, *(t for t in weight.qparams if t is not None))
-        seconds = time.perf_counter() - began
+        sums = [before, *layer.errors(weight.values)]
+        return weight, torch.tensor(sums, dtype=torch.float64)
+
+    def _enter_result(self, target: Target, moments: Moments, sums: Tensor, began: float) -> None:
+        """Report a weight. `sums`: those of `_stepped`."""
+        before, after, whole = sums.tolist()
         rows = moments.total + moments.looked_up
         few = not moments.stack and 0 < moments.total < moments.size
         unreached = moments.rows.count(0) if moments.stack and rows else 0
-        after = layer.error(weight.values)
-        method = ", ".join(self.methods.get(layer.name, ["to nearest"]))
-        self.report.layers[layer.name] = LayerResult(
-            *(layer.name, method, seconds, before, after, rows, unreached, few),
-            zeros=_zeros(weight.values) if layer.mask is not None else 0.0,
+        if whole:
+            before, after = before / whole, after / whole
+        else:
+            before = after = 0.0
+        method = ", ".join(self.methods.get(target.fqn, ["to nearest"]))
+        seconds = time.perf_counter() - began
+        self.report.layers[target.fqn] = LayerResult(
+            *(target.fqn, method, seconds, before, after, rows, unreached, few),
             had_batches=bool(self.batches.total),
         )
-        self.waiting.append(weight)
-        if not self.over_blocks and not self.over_model:
-            self._replace()
-        else:
-            weight.show(weight.values)
 
     def _hold(self, place: HeldOut) -> None:
         """Round the weights of a place by min-max, where that is better for the batches held out."""
@@ -411,7 +453,7 @@ class Run:
         while self.waiting:
             weight = self.waiting.pop(0)
             weight.show_wanted()  # what the report compares the new weight with
-            self._put(weight.target, partial(_made, weight))
+            self._put(weight.target, partial(made, weight))
 
     def check_export(self, format: str, lossy: bool, folder: Folder | None = None) -> None:
         """Raise the FormatError that writing the result will raise. Args: those of
@@ -510,63 +552,3 @@ def _check_scales(target: Target) -> None:
             f"{target.fqn}: {spec} stores scales as {spec.scale_format!r}, which no calibration chooses; "
             "take scale_format='float', e.g. NF4WeightOnly(double_quantization=False), or lowbit.quantize_"
         )
-
-
-def _layer(
-    target: Target, moments: Moments, joint: Tensor | None, start: Start | None = None
-) -> Layer:
-    """The weight as a matrix, or several, for the steps."""
-    spec, plain = target.scheme.weight, target.weight.detach() if start is None else start.values
-    matrix = plain.mT if is_turned(target) else plain.reshape(shape_of_blocks(target))
-    if start is not None:
-        name, wide, held = target.fqn, matrix.float().contiguous(), start.held
-        qparams = held.scale_values(), held.zero_point
-        dtype = held.scale.dtype if spec.scales is None else qparams[0].dtype
-        return Layer(name, wide, spec, dtype, moments, _kept_joint(held), qparams)
-    if joint is None and spec.scales is not None and spec.scales.joint is not None:
-        joint = spec.joint_part([matrix], torch.float32)
-    dtype = spec.scale_dtype_for(plain.dtype)
-    wide = matrix.float().contiguous()
-    return Layer(target.fqn, wide, spec, dtype, moments, joint)
-
-
-def _by_minmax(target: Target, layer: Layer, joint: Tensor | None) -> Weight:
-    """The weight of a layer on which steps have run, with the scales that it would have without them. `joint`: what
-    siblings share then."""
-    plain = copy.copy(layer)
-    plain.values = plain.qparams = None
-    plain.joint = joint
-    if layer.joint is not None and (layer.rotation > 1 or joint is None):
-        plain.joint = layer.spec.joint_part([layer.weight], torch.float32)
-    return Weight(target, plain)
-
-
-def _kept_joint(held: Any) -> Tensor | None:
-    """The part of the scales of a low-bit weight that its siblings share."""
-    spec = held.spec
-    if not spec.joins:
-        return None
-    found: Tensor = held.scale if spec.scales is None else getattr(held, spec.scales.joint)
-    return found
-
-
-def _made(weight: Weight, target: Target) -> Tensor:
-    """The quantized weight."""
-    if weight.start is not None:
-        held: Tensor = weight.start.held
-        write(held, weight.values, weight.qparams)
-        return held
-    activation = target.scheme.activation
-    of_input = None
-    if activation is not None and activation.static:
-        of_input = input_qparams(rounding_owners(target)[0].module, activation)
-    qparams, joint = weight.qparams, weight.joint
-    made = AffineTensor.from_float(weight.values, target.scheme, qparams, of_input, joint)
-    made = made._with(dtype=weight.original.dtype)
-    if weight.rotation > 1:
-        return RotatedTensor.of_matrix(made, weight.rotation)
-    if weight.is_compressed:
-        made = Sparse24Tensor.of_dense(made)
-    if is_conv(target):
-        return ConvTensor.of_matrix(made, weight.original.shape)
-    return made._transposed() if is_turned(target) else made
