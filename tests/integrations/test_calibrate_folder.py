@@ -662,3 +662,63 @@ def test_batches_held_out_of_a_folder(tmp_path: Path, monkeypatch: pytest.Monkey
     assert {losses.kept for _, losses in report.held_out} >= {False}
     methods = {n: x.method for n, x in report.layers.items()}
     assert methods == {n: x.method for n, x in expected.layers.items()}
+
+
+MANY = {"num_experts": 16, "num_experts_per_tok": 2, "moe_intermediate_size": 96, "head_dim": 16}
+OSS = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "steps"),
+    [
+        ("Qwen3Moe", EXPERTS, [GPTQ()]),
+        ("Mixtral", {"num_local_experts": 4, "num_hidden_layers": 2}, [GPTQ(asymmetric=0)]),
+        ("GptOss", OSS, [GPTQ(asymmetric=0)]),
+        ("Qwen3Moe", EXPERTS, [AWQ(grid=2), Search()]),
+    ],
+    ids=["qwen", "mixtral", "gpt-oss, stored as stacks", "folded"],
+)
+def test_experts_on_disk_give_the_same_bits(
+    kind: str, changes: dict[str, Any], steps: list[Step], tmp_path: Path
+) -> None:
+    folder, places = save(tmp_path / "model", kind, **changes), {}
+    before = {p.name: p.read_bytes() for p in folder.iterdir()}
+    for name, cache in (("memory", "cpu"), ("disk", tmp_path)):
+        options: dict[str, Any] = {"steps": steps, "format": "lowbit", "cache": cache}
+        lb.calibrate(folder, INT3, batches(), out=tmp_path / name, **options)
+        places[name] = lb.load_pretrained(tmp_path / name)
+    assert_same(places["disk"], places["memory"])
+    assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "memory", "model"]
+
+
+@pytest.mark.parametrize("step", [Search(), GPTQ()], ids=["search", "gptq"])
+def test_a_few_experts_are_in_memory(
+    step: Step, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a cache on disk: a block without its 16 experts, the experts in low bits, and what the step makes of one
+    expert at a time. Otherwise more than all of them."""
+    folder = save(tmp_path / "model", "Qwen3Moe", **MANY)
+    stacks = 4 * 16 * 3 * 96 * 64  # bytes of a block's experts
+    monkeypatch.setattr("lowbit.inference.calibration.some_experts.MOST_AT_ONCE", 1)
+    stepped, peaks = Run._stepped, {}
+    for name, cache in (("memory", "cpu"), ("disk", tmp_path)):
+        found, before = [0], held_bytes()
+
+        def counted(run: Run, target: Any, layer: Any, *given: Any) -> Any:
+            if target.weight.ndim == 3:
+                found.append(held_bytes() - before)  # noqa: B023
+            return stepped(run, target, layer, *given)
+
+        monkeypatch.setattr(Run, "_stepped", counted)
+        short = [{"input_ids": batch["input_ids"][:1, :8]} for batch in batches()]
+        out, options = tmp_path / name, {"steps": [step], "cache": cache}
+        lb.calibrate(folder, INT3, short, out=out, format="lowbit", **options)
+        assert len(found) == 1 + 3 * 2 * 16
+        peaks[name] = max(found)
+    beside = 4 * (
+        16 * 64 + 64 * (4 + 2 + 2) * 16 + 64 * 64 + 96 * 64
+    )  # router, attention, embedding
+    low = stacks * 5 // 32  # int3 in groups of 32, and parts of them before they are joined
+    assert peaks["disk"] < 2 * beside + 2 * low + 3 * 4 * 192 * 64, (peaks, stacks)
+    assert peaks["memory"] > stacks + (4 * 16 * 64 * 64 if isinstance(step, GPTQ) else 0)

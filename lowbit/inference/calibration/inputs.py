@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowbit.convert import Target, shape_of_blocks
+from lowbit.files.on_disk import zeros_on_disk
 from lowbit.inference.calibration.batches import counted_rows
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.numerics.unseen_inputs import own_sums
@@ -55,7 +57,10 @@ class Moments:
         full: bool,
         pairs: bool,
         once: bool = False,
+        disk: Path | None = None,
     ) -> None:
+        self._disk = disk if len(shape) == 3 and device.type == "cpu" else None
+        """The folder on whose disk the sums of a stack lie; None: in memory."""
         self.full, self.pairs, self.once = full, pairs, once
         self.size = shape[-1]
         self._device = device
@@ -118,6 +123,8 @@ class Moments:
 
     def _zeros(self) -> Tensor:
         shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
+        if self._disk is not None:
+            return zeros_on_disk(self._disk, shape, torch.float32)
         return torch.zeros(shape, dtype=torch.float32, device=self._device)
 
     def _pairs(self) -> tuple[Tensor, Tensor]:

@@ -72,7 +72,8 @@ def calibrate_folder(
     usable = Batches()
     if batches is not None:
         usable = usable_batches(source.model, batches, ranks, holding_out(held_out, steps))
-    memory = Streamed(source)
+    folds = any(step.folds for step in steps)
+    memory = Streamed(source, cache if isinstance(cache, Path) and not folds else None)
     run = Run(source.model, on_grid, choice, steps, usable, method, memory, kv_cache=kv_cache)
     format = writing.get("format") or default_format(path)
     run.check_export(format, writing.get("lossy", False), source.folder)
@@ -107,10 +108,14 @@ class Streamed(Memory):
     Embeddings, the head and other weights outside the blocks are there before and after the blocks alone, on the CPU as
     views of their files. The first block of each class stays, in low bits once it is rounded: it runs to show what a
     block gives beside the hidden state.
+
+    Args:
+        disk: the folder on whose disk the stacked experts of a block lie, in the file of the model or in another one;
+            None: in memory.
     """
 
-    def __init__(self, source: StreamedModel) -> None:
-        self.source = source
+    def __init__(self, source: StreamedModel, disk: Path | None = None) -> None:
+        self.source, self._disk = source, disk
         self._here: set[int] = set()
         """The blocks that were brought into memory, and None for what lies outside of them, by their ids."""
         self._before: set[str] = set()
@@ -138,7 +143,7 @@ class Streamed(Memory):
         if block is None:
             self.source.bring(self._plain(), copies=not self.streams)
         else:
-            self.source.bring(self.source.names_in(block))
+            self.source.bring(self.source.names_in(block), disk=self._disk)
 
     def drop(self, block: nn.Module | None) -> None:
         if (key := id(block)) in self._first:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -197,7 +198,7 @@ class Run:
         with eval_mode(self.model), torch.no_grad():
             try:
                 for stage in walk(
-                    *(self.model, self.targets, self.batches, self._needs(), blocks, cache),
+                    *(self.model, self.targets, self.batches, self._needs(cache), blocks, cache),
                     self.memory,
                 ):
                     self._take(stage)
@@ -241,7 +242,7 @@ class Run:
             )
         return found
 
-    def _needs(self) -> Needs:
+    def _needs(self, cache: Cache) -> Needs:
         entered = self.memory.streams and (
             self.kv_cache is not None
             or any(target.scheme.is_static for target in self.targets)
@@ -253,6 +254,7 @@ class Run:
             bool(self.over_blocks),
             entered,
             self.batches.holds_out,
+            cache if isinstance(cache, Path) else None,
         )
 
     def _take(self, stage: Stage) -> None:
