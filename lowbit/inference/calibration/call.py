@@ -149,7 +149,8 @@ def calibrate(
         steps: algorithms, in this order; None: [GPTQ()] with batches; []: weights are rounded to nearest.
         blocks: modules that follow each other, e.g. `model.model.layers`. None finds the largest chain; [] takes the
             model as one block. A folder's are always found.
-        cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie; None: where the
+        cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie, and on a CPU also
+            the sums of stacked experts and, of a folder, these experts in high precision; None: where the
             model makes them.
         method: how static ranges are chosen (`lowbit.calibration.calibrate`).
         kv_cache: "float8": find a static scale (e4m3) of the keys and one of the values that each attention layer of a

@@ -11,7 +11,7 @@ from lowbit.convert import Target, is_turned, shape_of_blocks
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.step import Layer
 
-MOST_AT_ONCE = 2**26
+MOST_AT_ONCE = 2**24
 """Bytes of experts that are in float32 at a time; one expert in any case."""
 
 

@@ -238,13 +238,10 @@ def _block(
     if needs.high or not is_finished:
         memory.bring(block)
         yield Entered(tuple(targets), high, is_finished, block=block)
-    held = []
-    if not is_finished:
-        plain = (
-            high if needs.high else low
-        )  # without a comparison nobody advances the states in high precision
-        given = states.batches, needs, states.kept
-        held = _held_out(f"block {at}", block, low, plain, *given, over="blocks")
+    # Without a comparison nobody advances the states in high precision.
+    plain = high if needs.high else low
+    given = states.batches, needs._replace(held_out=needs.held_out and not is_finished), states.kept
+    held = _held_out(f"block {at}", block, low, plain, *given, over="blocks")
     twin = _twin(block) if needs.pairs and not is_finished else None
     if needs.high and (is_finished or not (twin or needs.blocks)):
         states.advance(states.high, at, block)
@@ -259,26 +256,16 @@ def _block(
             inside.counts = counts.setdefault(type(block), {})
         yield from inside.groups(targets, needs)
         if needs.blocks:
-            own = Block(
-                f"block {at}",
-                block,
-                len(states.low),
-                lambda i: states.low.shape(i)[0],
-                low,
-                high,
-                masks,
-                ranks=states.batches.ranks,
-            )
+            count, ranks = len(states.low), states.batches.ranks
+            rows = lambda i: states.low.shape(i)[0]  # noqa: E731
+            own = Block(f"block {at}", block, count, rows, low, high, masks, ranks=ranks)
             own.keep = states.kept
             own.targets = states.high if inside.is_kept else None
             yield own
             assert own.targets is not None
             states.high = own.targets
-        elif twin is not None and not inside.is_kept:
-            states.advance(states.high, at, twin)
         elif twin is not None:
-            for i in range(states.batches.seen, len(states.batches)):
-                states.high[i] = states.run(at, twin, states.high[i], i)
+            states.advance(states.high, at, twin, states.batches.seen if inside.is_kept else 0)
         yield from held
         yield Left(place, inside.varied)
     states.advance(states.low, at, block)
