@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
-from lowbit.inference import GPTQ, Layer, LearnedRounding, Prune24, Rotate, Search, Step
+from lowbit.inference import AWQ, GPTQ, Layer, LearnedRounding, Prune24, Rotate, Search, Step
 from lowbit.tensor.core.base import LowbitTensor
 
 INT3 = lb.IntxWeightOnly(3, 32)
@@ -101,6 +101,7 @@ def test_what_is_worse_is_rounded_by_min_max(name: str, blocks: str) -> None:
     "steps",
     [
         [Search()],
+        [AWQ(grid=3), Search()],
         [GPTQ()],
         [GPTQ(asymmetric=0)],
         [Prune24(), GPTQ()],

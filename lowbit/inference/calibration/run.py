@@ -183,8 +183,9 @@ class Run:
         with uncached_autocast(), eager, shown as self.advance:
             if not self.memory.streams:
                 self.memory.bring(None)
-                self._fold(self.targets, self.batches)
-                self._find_static(self.targets, self.batches)
+                seen = Batches(self.batches[: self.batches.seen], self.batches.ranks)
+                self._fold(self.targets, seen)
+                self._find_static(self.targets, seen)
             self._quantize(blocks, cache)
         take_input(modules)
         if self.kv_cache and not held_in(self.model):
@@ -330,7 +331,7 @@ class Run:
             if found:
                 seen = observed.observing(self.model, found, self.method, ranks.group)
                 stack.enter_context(seen)
-            for batch in batches[: batches.seen]:
+            for batch in batches:
                 run(batch)
             ranks.gathered(None)
 
