@@ -81,7 +81,7 @@ def by_lowbit(*steps: Any) -> Callable[..., Any]:
         scheme = {"*.layers.*": lowbit.IntxWeightOnly(bits, GROUP, mapping)}  # type: ignore[arg-type]
         given = [{"input_ids": b, "use_cache": False} for b in batches]
         if steps:
-            lowbit.calibrate(model, scheme, given, steps=list(steps))
+            lowbit.calibrate(model, scheme, given, steps=list(steps), held_out=[])
         else:
             lowbit.quantize_(model, scheme, scales="minmax")
         return model

@@ -60,7 +60,7 @@ def by_lowbit(*steps: Step) -> Callable[[Any, Tensor, int], object]:
     def calibrated(model: Any, tokens: Tensor, learned: int) -> object:
         own = [LearnedRounding(learned, 8) if isinstance(s, LearnedRounding) else s for s in steps]
         chosen = {"model.layers.*": lowbit.IntxWeightOnly(4, 128, "symmetric")}
-        return lowbit.calibrate(model, chosen, list(tokens.split(8)), steps=own)
+        return lowbit.calibrate(model, chosen, list(tokens.split(8)), steps=own, held_out=[])
 
     return calibrated
 
@@ -80,6 +80,7 @@ def of_folder(model: Any, tokens: Tensor, learned: int) -> object:
             lowbit.IntxWeightOnly(4, 128, "symmetric"),
             list(tokens.cpu().split(8)),
             steps=[GPTQ()],
+            held_out=[],
             out=str(Path(folder) / "int4"),
             device=device,
         )

@@ -60,7 +60,7 @@ def calibrated(
     if steps is None:
         lowbit.quantize_(low, scheme, scales="minmax")
     else:
-        lowbit.calibrate(low, scheme, batches, steps=steps)
+        lowbit.calibrate(low, scheme, batches, steps=steps, held_out=[])
     return low
 
 

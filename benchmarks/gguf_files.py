@@ -190,7 +190,7 @@ def compare(
         if steps is None:
             lowbit.quantize_(model, schemes, scales="searched")
         else:
-            lowbit.calibrate(model, schemes, batches, steps=steps)
+            lowbit.calibrate(model, schemes, batches, steps=steps, held_out=[])
         lowbit.export(model, ours, "gguf", tokenizer=given.model, overwrite=ours.exists())
         return engine.loss(ours, test)
 

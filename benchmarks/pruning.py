@@ -109,7 +109,7 @@ def losses_of_mixture(text: Tensor, seed: int) -> dict[str, float]:
         return float(torch.stack([model(input_ids=x, labels=x).loss for x in heldout]).mean())
 
     def rounded(model: nn.Module) -> float:
-        lowbit.calibrate(model, SCHEMES["int4"], seen, steps=[GPTQ()])
+        lowbit.calibrate(model, SCHEMES["int4"], seen, steps=[GPTQ()], held_out=[])
         return loss(model)
 
     high = loss(plain)
@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
     def loss(scheme: lowbit.Scheme | None, steps: list[Step]) -> float:
         model = high_precision_model(run)
         if scheme is not None:
-            lowbit.calibrate(model, scheme, batches_of(run, 0, 16), steps=steps)
+            lowbit.calibrate(model, scheme, batches_of(run, 0, 16), steps=steps, held_out=[])
         return float(window_losses(model, windows, run.config.bf16).mean())
 
     high = loss(None, [])

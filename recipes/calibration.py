@@ -8,7 +8,8 @@
 
 "Rounded" is by the smallest and largest values, for integers in groups of 32 with the mapping "symmetric". Zero points
 of "values" are the mapping "float_zero_point". The tied embedding is rounded as well. Each draw calibrates on other
-batches of the training text, and methods that end in "sampled" on as many tokens that the model draws itself.
+batches of the training text, and methods that end in "sampled" on as many tokens that the model draws itself. The steps
+see all of them.
 """
 
 from __future__ import annotations
@@ -112,9 +113,10 @@ def loss_of(run: Run, case: Case, count: int, base: bool = False) -> float:
         elif case.method.endswith(SAMPLED):
             size, length = run.config.batch_size, run.config.model.context
             batches = sampled_batches(model, count * size, length, batch_size=size)
-            lowbit.calibrate(model, scheme, batches, steps=list(method))
+            lowbit.calibrate(model, scheme, batches, steps=list(method), held_out=[])
         else:
-            lowbit.calibrate(model, scheme, batches_of(run, case.draw, count), steps=list(method))
+            batches = batches_of(run, case.draw, count)
+            lowbit.calibrate(model, scheme, batches, steps=list(method), held_out=[])
     windows = run.heldout_windows(run.config.heldout_tokens)
     return float(window_losses(model, windows, run.config.bf16).mean())
 

@@ -85,6 +85,7 @@ def quantize(
     context: of.Context = None,
     limit: of.CalibrationLimit = None,
     batch: of.CalibrationBatch = None,
+    kv_cache: of.KVCache = None,
     device: of.Device = "cpu",
     json: of.Json = False,
 ) -> None:
@@ -105,6 +106,7 @@ def quantize(
       lowbit quantize model --scheme int4 --method awq,gptq --data text.txt --out model-awq
       lowbit quantize model --scheme nvfp4 --data sampled --out model-nvfp4
       lowbit quantize model --scheme int8_int8_static --data text.txt --out model-static
+      lowbit quantize model --scheme float8_float8 --method none --data text.txt --kv-cache float8 --out model-fp8
       lowbit quantize model --scheme Q4_K_M --format gguf --data text.txt --out model.gguf
     """
 

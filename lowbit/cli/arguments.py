@@ -83,6 +83,13 @@ CalibrationLimit = Annotated[
 CalibrationBatch = Annotated[
     int | None, typer.Option(min=1, help="Windows of the text that make a batch. Default: 8.")
 ]
+KVCache = Annotated[
+    str | None,
+    typer.Option(
+        metavar="float8",
+        help="Also find static scales of keys and values, for servers that cache them in float8.",
+    ),
+]
 Text = Annotated[Path, typer.Option(parser=path, metavar="TEXT", help="A file of text, in UTF-8.")]
 ByLayer = Annotated[
     bool, typer.Option("--by-layer", help="Also measure each layer alone in low bits.")

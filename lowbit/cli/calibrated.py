@@ -17,6 +17,7 @@ from lowbit.convert import Schemes, has_static
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.inference import GPTQ, CalibrationReport, Step, sampled_batches
+from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.schemes import lines
 
 _NONE = "none"
@@ -65,6 +66,7 @@ def calibrate(
     limit: int | None,
     batch: int,
     device: str,
+    kv_cache: CacheFormat | None,
     writing: Mapping[str, Any],
 ) -> CalibrationReport:
     """Calibrate the model `path` on the text `data`, and write it to `out`. A folder comes into memory block by block,
@@ -86,7 +88,8 @@ def calibrate(
     )
     if isinstance(folder, Folder):
         report = lowbit.calibrate(
-            *(path, schemes, batches), out=out, steps=steps, device=device, **writing
+            *(path, schemes, batches),
+            **{"out": out, "steps": steps, "device": device, "kv_cache": kv_cache, **writing},
         )
         assert report.written is not None
         report.written.notes += used
@@ -100,7 +103,7 @@ def calibrate(
     def is_chosen(module: nn.Module, name: str) -> bool:
         return f"{name}.weight" in chosen
 
-    form = {name: writing[name] for name in ("format", "lossy")}
+    form = {name: writing[name] for name in ("format", "lossy")} | {"kv_cache": kv_cache}
     report = lowbit.calibrate(model, chosen, batches, is_chosen, steps=steps, **form)
     report.written = lowbit.export(model, out, tokenizer=tokenizer_of(path), **writing)
     report.written.notes += [*report.notes, *used]

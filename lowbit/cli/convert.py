@@ -45,6 +45,7 @@ def quantize(
     context: int | None,
     limit: int | None,
     batch: int | None,
+    kv_cache: Any,
     device: str,
     json: bool,
 ) -> None:
@@ -59,7 +60,7 @@ def quantize(
     options: dict[str, Any] = {"format": format, "lossy": lossy, "overwrite": overwrite}
     options |= {"max_shard_size": max_shard_size}
     if data is None:
-        of_data = {"--context": context, "--limit": limit, "--batch": batch}
+        of_data = {"--context": context, "--limit": limit, "--batch": batch, "--kv-cache": kv_cache}
         if given := [name for name, value in of_data.items() if value is not None]:
             raise ValueError(f"{given[0]} is for batches of a text: give --data TEXT too")
         if has_static(patterns):
@@ -82,7 +83,8 @@ def quantize(
         out,
         json,
         lambda: calibrate(
-            model, out, patterns, steps, data, context, limit, batch or BATCH, device, options
+            *(model, out, patterns, steps, data, context, limit, batch or BATCH, device),
+            *(kv_cache, options),
         ),
     )
 

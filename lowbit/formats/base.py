@@ -153,6 +153,8 @@ class Format(ABC):
     holds_experts: ClassVar[bool] = False
     """True if loaders of this format take a matrix for each expert, in the names of published checkpoints. Then
     `lowbit.formats.experts` splits the stacks that models have in memory."""
+    holds_cache_scales: ClassVar[bool] = False
+    """True if loaders of this format take static scales of keys and values, which "kv_cache_scheme" describes."""
     marks: ClassVar[int] = 1
     """How many of the `suffixes` mark a quantized weight."""
     after_modules: ClassVar[bool] = True

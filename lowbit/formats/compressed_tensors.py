@@ -15,7 +15,8 @@ float8. `weight_packed` is lowbit's bit stream (`lowbit.numerics.packing`), each
 Zero points are packed the same way along N; the zero point of a whole tensor is int8 [1]. Codes are stored with 2^(b−1)
 added. Folders of compressed-tensors before 0.18.0 pack 3, 5, 6 and 7 bits in other words
 (`lowbit.formats.compressed_tensors_words`). lowbit reads both, and states in a new folder which release reads it. A
-static scale of the inputs is `input_scale` [1].
+static scale of the inputs is `input_scale` [1]. Those of keys and values in a cache are `k_scale` and `v_scale` [1] of
+the attention layer, and "kv_cache_scheme" describes them.
 
 "half_integer" weights of b bits, whose zero points are half a scale, are stored as b + 1 bits with the same values:
 (c + ½)·s = (2c + 1)·(s/2).
@@ -77,6 +78,7 @@ others, such as DeepSeek's and Kimi's, it looks for the merged name; published f
 class CompressedTensors(Format):
     name = "compressed-tensors"
     holds_experts = True
+    holds_cache_scales = True
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == self.name

@@ -290,6 +290,25 @@ class Joined:
             return self._stack(name)
         return self._folder.read(self._stored[name])
 
+    def is_stack(self, name: str) -> bool:
+        """True for a stack of experts, whose matrices the folder has one by one."""
+        return name in self._stacks and _STACK.fullmatch(name) is not None
+
+    def fill(self, stack: str, into: Tensor) -> None:
+        """Write the matrices of a plain stack, as `read` puts them together, into a tensor, one after another. Raises
+        FormatError for shapes that do not fit."""
+        keys = {name: key for key, name in self._stacks[stack].items()}
+        parts = 1 + max(part for _, part in keys.values())
+        for name in self._folder.verified(keys):
+            (expert, part), matrix = keys[name], self._folder.read(name)
+            place = into[expert].chunk(parts)[part] if expert < len(into) else into[:0]
+            if place.shape != matrix.shape:
+                raise FormatError(
+                    f"{self.path}: {name} has the shape {tuple(matrix.shape)}, and its place in {stack} "
+                    f"{tuple(place.shape)}"
+                )
+            place.copy_(matrix)
+
     def plain_dtype(self, name: str) -> torch.dtype:
         """The dtype of a plain tensor that has this name in the model, from the header."""
         first = next(iter(self._stacks[name].values())) if name in self._stacks else None

@@ -9,6 +9,7 @@ Otherwise a whole shard would stay in memory, and two while a loop still holds t
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shutil
@@ -34,6 +35,7 @@ from lowbit.formats.layer_names import (
 from lowbit.formats.registry import FORMATS, by_config
 from lowbit.formats.sources import Holder, Item
 from lowbit.formats.tied import places_of, second_names
+from lowbit.layers import cache_scales
 from lowbit.numerics.code_range import FLOATS
 
 STEMS = "model", "diffusion_pytorch_model"
@@ -154,7 +156,8 @@ class Folder:
         format: the format of the low-bit weights, or None.
         weights: the low-bit weights: for each weight the stored name of each part.
         plain: names of the plain tensors.
-        cache_scales: names of the scales of a KV cache. lowbit leaves them out, since it keeps keys and values plain.
+        cache_scales: names of the scales of a KV cache that lowbit keeps, which are in `plain` too.
+        unread_scales: names of others, which it leaves out, since it keeps keys and values plain.
         tied: second names of tied weights that are stored twice, and the first name of each, which alone is in
             `weights` or `plain`.
         seconds: for each of these second names the stored name of each part, as `stored_names` gives them.
@@ -200,8 +203,11 @@ class Folder:
         parts = {name for own in self.weights.values() for name in own.values()}
         plain = [name for name in self._shards if name not in parts]
         is_foreign = self.format is not None and self.format.name != "lowbit"
-        self.cache_scales = [name for name in plain if is_foreign and is_cache_scale(name)]
-        self.plain = [name for name in plain if name not in {*self.cache_scales}]
+        is_described = self.settings is not None and cache_scales.describes(self.settings)
+        self.cache_scales = [n for n in plain if is_described and self._is_kept_scale(n)]
+        others = [name for name in plain if is_foreign and is_cache_scale(name)]
+        self.unread_scales = [name for name in others if name not in {*self.cache_scales}]
+        self.plain = [name for name in plain if name not in {*self.unread_scales}]
         self._check_claims(is_foreign)
         with damage_of(f"{self.path}"):
             self.tied = second_names(self.config, self.names(), self.read)
@@ -213,6 +219,9 @@ class Folder:
         """Remove tensors from `weights` and `plain`."""
         self.weights = {name: own for name, own in self.weights.items() if name not in names}
         self.plain = [name for name in self.plain if name not in names]
+
+    def _is_kept_scale(self, name: str) -> bool:
+        return cache_scales.is_named_so(name) and math.prod(self.plain_shape(name)) == 1
 
     # ---- what lies in it -----------------------------------------------------------------------------------------
 
@@ -380,10 +389,10 @@ class Folder:
     @property
     def left_out(self) -> list[str]:
         found = []
-        if self.cache_scales:
+        if self.unread_scales:
             found.append(
-                f"{len(self.cache_scales)} scales of a KV cache, such as {self.cache_scales[0]}, are left out: lowbit "
-                "keeps keys and values in the dtype of the model"
+                f"{len(self.unread_scales)} scales of a KV cache, such as {self.unread_scales[0]}, are left out: "
+                "lowbit keeps keys and values in the dtype of the model"
             )
         if self.unused:
             found.append(
@@ -398,8 +407,14 @@ class Folder:
 
     def keep(self, wanted: Collection[str]) -> None:
         """Take tensors with names of cache scales for plain ones if a model has them among its names, `wanted`."""
-        self.plain += [name for name in self.cache_scales if name in wanted]
-        self.cache_scales = [name for name in self.cache_scales if name not in wanted]
+        self.plain += [name for name in self.unread_scales if name in wanted]
+        self.unread_scales = [name for name in self.unread_scales if name not in wanted]
+
+    def leave_out_scales(self, names: Collection[str]) -> None:
+        """Take these scales of a KV cache for ones that lowbit does not keep."""
+        self._take_out(names)
+        self.cache_scales = [name for name in self.cache_scales if name not in names]
+        self.unread_scales += names
 
     def stored(self, name: str) -> Tensor:
         """The tensor of this name in a shard, a view of the file, after it was compared with its digest."""
@@ -494,6 +509,8 @@ class Folder:
 
     def holder(self, name: str, t: Tensor) -> Holder:
         """The kind of module that holds this tensor, in a model of this config."""
+        if name in self.cache_scales:
+            return "cache"
         if self.config.get("model_type") in TRANSPOSED and not is_head(layer_of(name)):
             return "custom" if holder_of(name, t) == "linear" else holder_of(name, t)
         return holder_of(name, t)

@@ -17,6 +17,7 @@ from lowbit.convert import Owner, find_owners, is_tuner
 from lowbit.formats.base import FormatError
 from lowbit.formats.folder import copy_beside_weights, is_of_diffusers
 from lowbit.formats.sources import Holder, Item
+from lowbit.layers.cache_scales import held_in
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.trained.bitnet import BitNetTensor
@@ -57,6 +58,7 @@ class ModelSource:
         state = self.model.state_dict(keep_vars=True)
         names = dict.fromkeys(self.first.values())
         self.tensors = {name: self.taken(name, state[name]) for name in names}
+        self._cache_scales = held_in(self.model).keys()
         self.config = config_of(self.model)
         dtypes = [t.dtype for t in self.tensors.values() if t.is_floating_point()]
         if dtypes and not is_of_diffusers(self.config):
@@ -85,6 +87,8 @@ class ModelSource:
         return [*self.tensors]
 
     def _holder(self, name: str) -> Holder:
+        if name in self._cache_scales:
+            return "cache"
         return holder_of(name, self._owners.get(name, ()), self.tensors[name].ndim)
 
     @functools.cached_property

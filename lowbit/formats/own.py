@@ -34,6 +34,7 @@ class Own(Format):
     holds_embeddings = True
     holds_custom = True
     holds_stacks = True
+    holds_cache_scales = True
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "lowbit"

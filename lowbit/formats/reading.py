@@ -21,6 +21,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.experts import Joined, Renamed, joined, moved
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
+from lowbit.layers.cache_scales import make_room
 from lowbit.layers.frozen import show_frozen
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
@@ -104,6 +105,8 @@ def matched(
 
     Raises FormatError for names that do not fit, as `load_pretrained` does.
     """
+    if isinstance(folder, Folder):
+        _make_room(model, folder)
     owners = _places(model)
     own: Folder | Joined | GgufFile = folder
     if isinstance(folder, Folder):
@@ -115,6 +118,14 @@ def matched(
     seconds = _second_places(own, owners)
     _check_names(model, own, owners, seconds)
     return own, {name: [*owners[name], *seconds.get(name, [])] for name in own.names()}
+
+
+def _make_room(model: nn.Module, folder: Folder) -> None:
+    """Give the attention layers of the model buffers for the scales of a KV cache that the folder has. Those for which
+    the model has no layer are left out."""
+    renamed = renamed_by(model)
+    lost = [n for n in folder.cache_scales if not make_room(model, [n, *renamed(n)])]
+    folder.leave_out_scales(lost)
 
 
 def check_shape(folder: Path, name: str, t: Tensor, held: Tensor) -> None:

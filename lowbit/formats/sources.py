@@ -11,10 +11,11 @@ from torch import Tensor
 
 from lowbit.tensor.core.base import LowbitTensor
 
-Holder = Literal["linear", "float32", "embedding", "custom", "other"]
+Holder = Literal["linear", "float32", "embedding", "custom", "cache", "other"]
 """The kind of the module that holds a tensor. "custom": a matrix of a module of transformers that multiplies by it in a
 way of its own, such as Conv1D, which stores [inputs, outputs], and routers. "float32": a linear that transformers keeps
-in float32, such as T5's `wo`."""
+in float32, such as T5's `wo`. "cache": the tensor is a static scale of the keys or values that this module caches
+(`lowbit.layers.cache_scales`)."""
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from os import PathLike
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from lowbit.files.on_disk import zeros_on_disk
 from lowbit.formats import building
 from lowbit.formats.base import FormatError
+from lowbit.formats.experts import Joined
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.formats.reading import check_shape, matched, opened, place_computed
 from lowbit.tensor.core.base import LowbitTensor
@@ -78,16 +81,31 @@ class StreamedModel:
         found: Tensor = getattr(module, attribute)
         return found
 
-    def bring(self, names: Iterable[str], copies: bool = True) -> None:
+    def bring(self, names: Iterable[str], copies: bool = True, disk: Path | None = None) -> None:
         """Read tensors into memory. `copies`: False leaves those on the CPU views of their files, whose pages the
-        system reads when they are used, and may drop again."""
+        system reads when they are used, and may drop again. `disk`: a folder in which stacks of experts become such
+        files, if they have none; then stacks are views, too."""
         for name in names:
+            if disk is not None and self.device.type == "cpu" and self.value(name).ndim == 3:
+                self._set(name, self._on_disk(name, disk))
+                continue
             value: Tensor = self._source.read(name)
             held = self.value(name)
             check_shape(self.folder.path, name, value, held)
             on_cpu = self.device.type == "cpu"
             value = (value.clone() if copies else value) if on_cpu else value.to(self.device)
             self._set(name, value)
+
+    def _on_disk(self, name: str, disk: Path) -> Tensor:
+        """A stack, in the folder's own file or in one in `disk`."""
+        held = self.value(name)
+        if isinstance(self._source, Joined) and self._source.is_stack(name):
+            found = zeros_on_disk(disk, held.shape, self._source.plain_dtype(name))
+            self._source.fill(name, found)
+            return found
+        value: Tensor = self._source.read(name)
+        check_shape(self.folder.path, name, value, held)
+        return value
 
     def put(self, name: str, value: Tensor) -> None:
         """Give a plain tensor these values."""

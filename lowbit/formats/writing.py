@@ -43,6 +43,7 @@ from lowbit.formats.shards import (
     write_json,
 )
 from lowbit.formats.sources import Item, Source
+from lowbit.layers.cache_scales import settings_for
 from lowbit.numerics.snr import snr
 from lowbit.progress import progress
 from lowbit.schemes.scheme import Scheme
@@ -173,11 +174,11 @@ def write_folder(
     """Write `source` to the folder `out`, in shards of at most `largest` bytes, and enter all of it in `report`."""
     with new_folder(out, overwrite) as folder:
         shards = Shards(folder, largest, target, source.config)
-        weights, plain = _write_all(source, shards, target, lossy, report)
+        weights, plain, scales = _write_all(source, shards, target, lossy, report)
         shards.finish()
         report.nbytes = shards.nbytes
         report.notes += target.notes(weights)
-        settings = _settings(source, target, weights, plain)
+        settings = _settings(source, target, weights, plain) | settings_for(scales)
         write_json(folder / "config.json", {**source.config, "quantization_config": settings})
         source.copy_files(folder)
         _check_readable(folder, target, weights.keys())
@@ -345,11 +346,17 @@ def export_like(
 
 def _write_all(
     source: Source, shards: Shards | GgufWriter, target: Format, lossy: bool, report: ExportReport
-) -> tuple[dict[str, LowbitTensor], set[str]]:
-    """Write all items. Returns the low-bit weights by name, on meta, and the modules of linears that stay plain."""
+) -> tuple[dict[str, LowbitTensor], set[str], list[str]]:
+    """Write all items. Returns the low-bit weights by name, on meta, the modules of linears that stay plain, and the
+    names of the scales of a KV cache."""
     weights: dict[str, LowbitTensor] = {}
     plain: set[str] = set()
+    scales: list[str] = []
     for item, stored, meta in walk(source, target, lossy, f"writing {target.name}"):
+        if item.holder == "cache":
+            scales.append(item.name)
+            if not target.holds_cache_scales:
+                continue
         if meta is not None:
             weights[item.name] = meta
         elif item.holder in ("linear", "float32"):
@@ -358,7 +365,13 @@ def _write_all(
         report.enter(item, sum(t.nbytes for t in stored.values()))
     if not weights:
         raise FormatError(NOTHING_LOW)
-    return weights, plain
+    if scales and not target.holds_cache_scales:
+        report.notes.append(
+            f"{len(scales)} scales of a KV cache, such as {scales[0]}, are left out: {target.name} has no place for "
+            "them"
+        )
+        scales = []
+    return weights, plain, scales
 
 
 def walk(

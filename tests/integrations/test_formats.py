@@ -20,6 +20,7 @@ from lowbit import (
     PerBlock,
     quantize_,
 )
+from lowbit.layers.cache_scales import held_in
 from tests.formats.models import SCHEMES
 from tests.integrations.models import TOKENS, VOCABULARY, dtype_of_exact_blocks
 
@@ -232,7 +233,8 @@ def test_folders_that_the_package_writes(quantizer: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("quantizer", [None, "W4A16", "FP8_DYNAMIC"])
 def test_folders_with_scales_of_a_cache(quantizer: str | None, tmp_path: Path) -> None:
-    """As llm-compressor writes them for `kv_cache_scheme`; alone, the folder is that of a dense model."""
+    """As llm-compressor writes them for `kv_cache_scheme`: read, and written again. Alone, the folder is that of a
+    plain model."""
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import (
         QuantizationArgs,
@@ -258,10 +260,9 @@ def test_folders_with_scales_of_a_cache(quantizer: str | None, tmp_path: Path) -
     compressor.compress_model(model)
     model.save_pretrained(tmp_path / "out")
     compressor.update_config(tmp_path / "out")
-    with pytest.warns(
-        UserWarning, match="4 scales of a KV cache, such as model.layers.0.self_attn"
-    ):
-        found = lowbit.load_pretrained(tmp_path / "out")
+    found = lowbit.load_pretrained(tmp_path / "out")
+    scales = held_in(found)
+    assert len(scales) == 4 and all(t == torch.tensor([0.05]).to(t.dtype) for t in scales.values())
     is_low = isinstance(found.model.layers[0].mlp.up_proj.weight, LowbitTensor)
     assert is_low == (quantizer is not None)
     if quantizer is None:
@@ -271,8 +272,9 @@ def test_folders_with_scales_of_a_cache(quantizer: str | None, tmp_path: Path) -
     else:
         assert_same_weights(loaded(tmp_path / "out"), found)
         report = lowbit.export(tmp_path / "out", tmp_path / "own", "lowbit")
-    assert len(report.converted) == 14
-    assert report.notes[0].startswith("4 scales of a KV cache") and report.notes[0] in str(report)
+    assert len(report.converted) == 14 and report.notes == []
+    again = held_in(lowbit.load_pretrained(tmp_path / "own"))
+    assert again.keys() == scales.keys() and all(torch.equal(again[n], scales[n]) for n in scales)
 
 
 def _choose_scales(module: Any) -> None:

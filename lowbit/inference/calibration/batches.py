@@ -11,6 +11,8 @@ from torch import Tensor, nn
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.tracing.batches import on_device_of
 
+HELD_OUT = 8
+"""One batch in so many is held out of steps on layers, and one sequence in so many of learned rounding."""
 MASK = "attention_mask"
 """The entry of a batch, and the keyword of a model, that says which tokens count."""
 
@@ -21,19 +23,31 @@ class Batches(list[Any]):
     Args:
         batches: on the device of the model, none of them empty.
         ranks: the processes that calibrate together.
+        held_out: batches that only tell whether the steps did well. They come after the others.
 
     Attributes:
-        counts: how many batches each of them has.
+        seen: how many of the batches the steps see, the first ones.
+        counts: the same of each process.
+        holds_out: True if a process has others.
     """
 
-    def __init__(self, batches: Iterable[Any] = (), ranks: Ranks | None = None) -> None:
+    def __init__(
+        self,
+        batches: Iterable[Any] = (),
+        ranks: Ranks | None = None,
+        held_out: Iterable[Any] = (),
+    ) -> None:
         super().__init__(batches)
         self.ranks = Ranks() if ranks is None else ranks
-        self.counts = self.ranks.gathered(len(self))
+        self.seen = len(self)
+        self.extend(held_out)
+        found = self.ranks.gathered((self.seen, len(self) > self.seen))
+        self.counts = [seen for seen, _ in found]
+        self.holds_out = any(others for _, others in found)
 
     @property
     def total(self) -> int:
-        """The batches of all processes."""
+        """The batches of all processes that the steps see."""
         return sum(self.counts)
 
     @property
@@ -58,11 +72,24 @@ def counted_rows(x: Tensor, mask: Tensor | None) -> Tensor:
     return x.reshape(-1, x.shape[-1])
 
 
-def usable_batches(model: nn.Module, batches: Iterable[Any], ranks: Ranks | None = None) -> Batches:
-    """The batches that have something that counts, on the device of the model's first parameter. Raises ValueError if
-    no process has one, and TypeError as `as_list`."""
-    moved = [on_device_of(model, batch) for batch in as_list(batches)]
-    kept = Batches((batch for batch in moved if not _is_empty(batch)), ranks)
+def usable_batches(
+    model: nn.Module,
+    batches: Iterable[Any],
+    ranks: Ranks | None = None,
+    held_out: Iterable[Any] | None = (),
+) -> Batches:
+    """The batches that have something that counts, on the device of the model's first parameter. `held_out`: those of
+    `Batches`; None: the last one in `HELD_OUT` of these. Raises ValueError if no process has a batch besides those held
+    out, and TypeError as `as_list`."""
+    moved, others = (
+        [on_device_of(model, batch) for batch in as_list(given)]
+        for given in (batches, () if held_out is None else held_out)
+    )
+    usable, others = ([batch for batch in own if not _is_empty(batch)] for own in (moved, others))
+    if held_out is None:
+        last = len(usable) - len(usable) // HELD_OUT
+        usable, others = usable[:last], usable[last:]
+    kept = Batches(usable, ranks, others)
     if not kept.total:
         raise ValueError(
             f"got {len(moved)} batches, none of which has elements that count; accepted: one or more "

@@ -21,10 +21,11 @@ from torch import nn
 from lowbit import calibration as observed
 from lowbit.convert import Filter, Schemes, check_module
 from lowbit.inference.calibration.batches import Batches, usable_batches
+from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.gptq import GPTQ
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run
+from lowbit.inference.calibration.run import Run, holding_out
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
 from lowbit.tracing.observer import Method, check_method
@@ -60,6 +61,8 @@ def calibrate(
     blocks: Iterable[nn.Module] | None = ...,
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
+    kv_cache: CacheFormat | None = ...,
+    held_out: Iterable[Any] | None = ...,
     group: dist.ProcessGroup | None = ...,
     format: str = ...,
     lossy: bool = ...,
@@ -87,6 +90,8 @@ def calibrate(
     steps: Sequence[Step] | None = ...,
     cache: torch.device | str | os.PathLike[str] | None = ...,
     method: Method = ...,
+    kv_cache: CacheFormat | None = ...,
+    held_out: Iterable[Any] | None = ...,
     group: dist.ProcessGroup | None = ...,
     **writing: Any,
 ) -> CalibrationReport: ...
@@ -100,6 +105,8 @@ def calibrate(
     blocks: Iterable[nn.Module] | None = None,
     cache: torch.device | str | os.PathLike[str] | None = "cpu",
     method: Method = "squared_error",
+    kv_cache: CacheFormat | None = None,
+    held_out: Iterable[Any] | None = None,
     group: dist.ProcessGroup | None = None,
     out: str | os.PathLike[str] | None = None,
     device: torch.device | str = "cpu",
@@ -121,10 +128,10 @@ def calibrate(
     another, in the order in which the model calls them, so that each sees the inputs that the weights before it,
     rounded already, give. Static scales of activations are found first, by the same batches. The model runs in eval
     mode. Beside the model it holds the hidden states of all batches at one block, the Hessians of a few weights, and,
-    where a step compares with the model in high precision (`GPTQ`), these states twice and a copy of one block.
+    where a step compares with the model in high precision (`GPTQ`), these states twice.
 
-    A folder, with config.json and *.safetensors, is calibrated block by block: in memory there are one block, and a
-    copy of it where a step compares, or the embeddings and the head. `lowbit.export` writes the result. Finished blocks
+    A folder, with config.json and *.safetensors, is calibrated block by block: in memory there are one block,
+    or the embeddings and the head. `lowbit.export` writes the result. Finished blocks
     wait in `.OUT.lowbit-calibration` beside `out`. After a kill, the same call goes on from there, to the same bits.
     Embeddings and the head stay plain unless a pattern names them, as in `lowbit.export`.
 
@@ -142,9 +149,17 @@ def calibrate(
         steps: algorithms, in this order; None: [GPTQ()] with batches; []: weights are rounded to nearest.
         blocks: modules that follow each other, e.g. `model.model.layers`. None finds the largest chain; [] takes the
             model as one block. A folder's are always found.
-        cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie; None: where the
+        cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie, and on a CPU also
+            the sums of stacked experts and, of a folder, these experts in high precision; None: where the
             model makes them.
         method: how static ranges are chosen (`lowbit.calibration.calibrate`).
+        kv_cache: "float8": find a static scale (e4m3) of the keys and one of the values that each attention layer of a
+            model of transformers caches, by the same batches. They become its buffers `k_scale` and `v_scale`, float32
+            [1], which `lowbit.export` writes for servers. None: none.
+        held_out: batches like `batches` that the steps don't see. Where a block's output for these is further from that
+            in high precision than by min-max rounding, its weights are rounded by min-max, and `report.held_out` says
+            so. None: the last one in eight of `batches`, of eight and more, where steps on layers run and none that
+            learns, which holds out sequences itself. []: nothing is compared.
         group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
             the model in the memory of each, or with one folder and one `out` that all of them see, and get the same
             model. None: this process alone, also where torch.distributed is initialized; in the context the default
@@ -178,7 +193,7 @@ def calibrate(
         if isinstance(model, str | os.PathLike):
             raise TypeError(_FOLDER)
         _check_context(batches, filter_fn, steps, blocks)
-        _check_read(out, device, cache, writing)
+        _check_read(out, device, cache, kv_cache, held_out, writing)
         own = filter_fn if batches is None else batches
         return observed.calibrate(model, scheme, own, method=method, group=group)
     if group is not None and without_data:
@@ -193,21 +208,23 @@ def calibrate(
     place = _cache(cache)
     if isinstance(model, str | os.PathLike):
         out = _checked_out(out, blocks, writing)
-        _check_of_data(without_data, blocks, cache, method)
+        _check_of_data(without_data, blocks, cache, method, held_out)
         from lowbit.inference.calibration.large import calibrate_folder  # imports all formats
 
         with ranks.together():
             return calibrate_folder(
                 *(model, scheme, batches, filter_fn, chosen, method, place, device, out, writing),
-                ranks,
+                *(ranks, kv_cache, held_out),
             )
     check_module(model)
     _check_writing(out, device, writing)
     blocks = blocks if blocks is None else list(blocks)
-    _check_of_data(without_data, blocks, cache, method)
+    _check_of_data(without_data, blocks, cache, method, held_out)
     with ranks.together():
-        usable = Batches() if batches is None else usable_batches(model, batches, ranks)
-        run = _run(model, scheme, filter_fn, chosen, usable, method, **writing)
+        usable = Batches()
+        if batches is not None:
+            usable = usable_batches(model, batches, ranks, holding_out(held_out, chosen))
+        run = _run(model, scheme, filter_fn, chosen, usable, method, kv_cache, **writing)
         if without_data:
             run.check_without_data()
         return run.quantize([] if without_data else blocks, place)
@@ -220,15 +237,17 @@ def _run(
     steps: list[Step],
     batches: Batches,
     method: Method,
+    kv_cache: CacheFormat | None,
     format: str | None = None,
     lossy: bool = False,
 ) -> Run:
     """The calibration of a module, which will be written in `format` unless that is None."""
     if format is None:
-        return Run(model, scheme, filter_fn, steps, batches, method)
+        return Run(model, scheme, filter_fn, steps, batches, method, kv_cache=kv_cache)
     from lowbit.formats.writing import on_grid  # imports all formats
 
-    run = Run(model, on_grid(format, scheme, lossy), filter_fn, steps, batches, method)
+    fitting = on_grid(format, scheme, lossy)
+    run = Run(model, fitting, filter_fn, steps, batches, method, kv_cache=kv_cache)
     run.check_export(format, lossy)
     return run
 
@@ -270,8 +289,11 @@ def _check_context(given: Any, filter_fn: Any, steps: Any, blocks: Any) -> None:
         raise TypeError("steps and blocks need batches: calibrate(model, scheme, batches, steps=…)")
 
 
-def _check_read(out: Any, device: Any, cache: Any, writing: dict[str, Any]) -> None:
+def _check_read(
+    out: Any, device: Any, cache: Any, kv_cache: Any, held_out: Any, writing: dict[str, Any]
+) -> None:
     given = {"out": out is not None, "device": str(device) != "cpu", "cache": str(cache) != "cpu"}
+    given |= {"kv_cache": kv_cache is not None, "held_out": held_out is not None}
     if unread := [*(name for name, is_given in given.items() if is_given), *sorted(writing)]:
         raise TypeError(
             f"{', '.join(unread)}: not read by `with lowbit.calibrate(model, scheme):`, which takes filter_fn, method "
@@ -279,12 +301,15 @@ def _check_read(out: Any, device: Any, cache: Any, writing: dict[str, Any]) -> N
         )
 
 
-def _check_of_data(without_data: bool, blocks: Any, cache: Any, method: Method) -> None:
+def _check_of_data(
+    without_data: bool, blocks: Any, cache: Any, method: Method, held_out: Any
+) -> None:
     """Raise TypeError for options on data that are not read."""
     given = {
         "blocks": without_data and blocks is not None,
         "cache": (without_data or blocks == []) and str(cache) != "cpu",
         "method": without_data and method != "squared_error",
+        "held_out": without_data and held_out is not None,
     }
     if unread := [name for name, is_given in given.items() if is_given]:
         why = "not read without batches; accepted: calibrate(model, scheme, batches, …)"

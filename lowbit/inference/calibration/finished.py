@@ -107,10 +107,15 @@ class Finished:
         tensor_file.write(path, stored, describe)
         new_path.put_files([path], self.folder)
 
-    def complete(self, config: Mapping[str, Any], weights: Mapping[str, LowbitTensor]) -> Path:
-        """Write config.json, once all parts are there. `weights`: all low-bit weights, on any device. Returns the
-        folder."""
-        described = {**config, "quantization_config": self._own.config(weights, ())}
+    def complete(
+        self,
+        config: Mapping[str, Any],
+        weights: Mapping[str, LowbitTensor],
+        settings: Mapping[str, Any],
+    ) -> Path:
+        """Write config.json, once all parts are there. `weights`: all low-bit weights, on any device; `settings`: more
+        of its "quantization_config". Returns the folder."""
+        described = {**config, "quantization_config": {**self._own.config(weights, ()), **settings}}
         write_json(self.folder / "config.json", described)
         return self.folder
 

@@ -54,7 +54,7 @@ class GPTQ(Step):
         damping: what is added to the diagonal of the Hessian, as a share of its mean.
         act_order: round columns by falling H_jj. False: in their order.
         asymmetric: the share, 0 to 1, of the correction towards the outputs of the model in high precision for its own
-            inputs. 0 aims at W x̂, and needs no second stream of activations and no copy of a block.
+            inputs. 0 aims at W x̂, and needs no second stream of activations.
         scales: "searched" or "minmax", where no earlier step chose them.
         sweeps: how often the scale and the codes of each block are chosen again. Two take about as long again on a CPU.
 

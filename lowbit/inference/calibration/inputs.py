@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from lowbit.convert import Target, shape_of_blocks
+from lowbit.files.on_disk import zeros_on_disk
 from lowbit.inference.calibration.batches import counted_rows
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.numerics.unseen_inputs import own_sums
@@ -55,7 +57,10 @@ class Moments:
         full: bool,
         pairs: bool,
         once: bool = False,
+        disk: Path | None = None,
     ) -> None:
+        self._disk = disk if len(shape) == 3 and device.type == "cpu" else None
+        """The folder on whose disk the sums of a stack lie; None: in memory."""
         self.full, self.pairs, self.once = full, pairs, once
         self.size = shape[-1]
         self._device = device
@@ -71,6 +76,8 @@ class Moments:
         self.looked_up = 0
         self._mean: Tensor | None = None
         """The mean of x xᵀ over all matrices, once it was needed."""
+        self._all: Moments | None = None
+        """The sums of the whole stack, where these are of some of its experts."""
 
     @classmethod
     def of_weight(cls, weight: Tensor, groups: int = 1) -> Moments:
@@ -116,6 +123,8 @@ class Moments:
 
     def _zeros(self) -> Tensor:
         shape = (self.matrices, self.size, *((self.size,) if self.full else ()))
+        if self._disk is not None:
+            return zeros_on_disk(self._disk, shape, torch.float32)
         return torch.zeros(shape, dtype=torch.float32, device=self._device)
 
     def _pairs(self) -> tuple[Tensor, Tensor]:
@@ -147,8 +156,17 @@ class Moments:
 
     @property
     def total(self) -> int:
-        """Input rows of all matrices together."""
-        return sum(self.rows)
+        """Input rows of all matrices together, for some experts those of the whole stack."""
+        return sum(self.rows if self._all is None else self._all.rows)
+
+    def some(self, first: int, last: int) -> Moments:
+        """Those of the experts from `first` to `last`, as views. Where one of them lacks rows, the mean over all
+        experts counts."""
+        made = copy.copy(self)
+        made.square = None if self.square is None else self.square[first:last]
+        made.rows = self.rows[first:last]
+        made.matrices, made._all = len(made.rows), self
+        return made
 
     @property
     def is_finite(self) -> bool:
@@ -185,9 +203,11 @@ class Moments:
             found = self.square[index]
             missing = self.size - self.rows[index]
             if self.stack and missing > 0:
-                if self._mean is None:
-                    self._mean = self.square.sum(0) / total
-                found = torch.add(found, self._mean, alpha=missing)
+                whole = self if self._all is None else self._all
+                if whole._mean is None:
+                    assert whole.square is not None
+                    whole._mean = whole.square.sum(0) / total
+                found = torch.add(found, whole._mean, alpha=missing)
         if self.looked_up:
             eye = torch.ones(self.size, dtype=torch.float32, device=self._device)
             own = torch.diag(eye) if self.full else eye

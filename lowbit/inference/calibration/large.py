@@ -9,7 +9,7 @@ the batches again. At the end `lowbit.export` writes the result in any format.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
 from os import PathLike
 from pathlib import Path
@@ -26,14 +26,16 @@ from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.streamed import StreamedModel
 from lowbit.formats.writing import check_writing, default_format, export
 from lowbit.inference.calibration.batches import Batches, usable_batches
+from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
-from lowbit.inference.calibration.run import Run
+from lowbit.inference.calibration.run import Run, holding_out
 from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
+from lowbit.layers import cache_scales
 from lowbit.optional import version
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tracing.observer import Method
@@ -51,6 +53,8 @@ def calibrate_folder(
     out: str | PathLike[str],
     writing: Mapping[str, Any],
     ranks: Ranks,
+    kv_cache: CacheFormat | None,
+    held_out: Any,
 ) -> CalibrationReport:
     """Calibrate the model of a folder, and write it to `out`. Args: those of `lowbit.calibrate`; `ranks`: the processes
     that do so together, of which the first one writes.
@@ -65,9 +69,12 @@ def calibrate_folder(
     on_grid = check_writing(path, out, scheme, **writing)
     source = StreamedModel(path, device)
     choice = FolderChoice(source.model, not has_static(scheme)) if filter_fn is None else filter_fn
-    usable = Batches() if batches is None else usable_batches(source.model, batches, ranks)
-    memory = Streamed(source)
-    run = Run(source.model, on_grid, choice, steps, usable, method, memory)
+    usable = Batches()
+    if batches is not None:
+        usable = usable_batches(source.model, batches, ranks, holding_out(held_out, steps))
+    folds = any(step.folds for step in steps)
+    memory = Streamed(source, cache if isinstance(cache, Path) and not folds else None)
+    run = Run(source.model, on_grid, choice, steps, usable, method, memory, kv_cache=kv_cache)
     format = writing.get("format") or default_format(path)
     run.check_export(format, writing.get("lossy", False), source.folder)
     chain = chain_of(source.model, run.targets)
@@ -101,16 +108,22 @@ class Streamed(Memory):
     Embeddings, the head and other weights outside the blocks are there before and after the blocks alone, on the CPU as
     views of their files. The first block of each class stays, in low bits once it is rounded: it runs to show what a
     block gives beside the hidden state.
+
+    Args:
+        disk: the folder on whose disk the stacked experts of a block lie, in the file of the model or in another one;
+            None: in memory.
     """
 
-    def __init__(self, source: StreamedModel) -> None:
-        self.source = source
+    def __init__(self, source: StreamedModel, disk: Path | None = None) -> None:
+        self.source, self._disk = source, disk
         self._here: set[int] = set()
         """The blocks that were brought into memory, and None for what lies outside of them, by their ids."""
         self._before: set[str] = set()
         """The names of weights that are rounded before the blocks."""
-        self._told = 0, 0, 0
-        """How many layers, learned losses, and names of weights that vary, of the report are written."""
+        self._told = 0, 0, 0, 0
+        """How many layers, learned and held-out losses, and names of weights that vary, of the report are written."""
+        self._scales: Collection[str] = ()
+        """The names of the scales of keys and values that are written."""
 
     def begin(self, run: Run, chain: Sequence[nn.Module], finished: Finished) -> None:
         """`chain`: the blocks; [] for a model that is whole in memory."""
@@ -130,7 +143,7 @@ class Streamed(Memory):
         if block is None:
             self.source.bring(self._plain(), copies=not self.streams)
         else:
-            self.source.bring(self.source.names_in(block))
+            self.source.bring(self.source.names_in(block), disk=self._disk)
 
     def drop(self, block: nn.Module | None) -> None:
         if (key := id(block)) in self._first:
@@ -151,12 +164,20 @@ class Streamed(Memory):
         for name, value in tensors.items():
             if isinstance(value, LowbitTensor):
                 weights[name] = value._map(lambda t: t.to(self.source.device))
-            else:
+            elif not self._put_scale(name, value):
                 self.source.put(name, value)
         if place == "before":
             self._before = {*weights}
         self._run.put_back(targets, weights, results)
         self._tell()
+
+    def _put_scale(self, name: str, value: Tensor) -> bool:
+        """Put back a scale of keys or values. False: it is another tensor."""
+        layer, _, own = name.rpartition(".")
+        is_one = self._run.kv_cache is not None and cache_scales.is_named_so(name)
+        if is_one:
+            cache_scales.hold(self.source.model.get_submodule(layer), {own: value})
+        return is_one
 
     def finish(self, place: str) -> None:
         if place == "before":
@@ -168,18 +189,24 @@ class Streamed(Memory):
         else:
             names = self.source.names_in(self._chain[int(place)])
         report = self._run.report
-        layers, learned, varied = self._told
+        layers, learned, held_out, varied = self._told
         results = {
             "layers": [asdict(one) for one in list(report.layers.values())[layers:]],
             "learned": [(name, losses._asdict()) for name, losses in report.learned[learned:]],
+            "held_out": [(name, losses._asdict()) for name, losses in report.held_out[held_out:]],
             "varied": self._run.varied[varied:],
         }
-        self._finished.write(place, {name: self.source.value(name) for name in names}, results)
+        values = {name: self.source.value(name) for name in names}
+        scales = cache_scales.held_in(self.source.model)
+        values |= {n: t for n, t in scales.items() if n not in self._scales}
+        self._finished.write(place, values, results)
         self._tell()
 
     def _tell(self) -> None:
         run = self._run
-        self._told = len(run.report.layers), len(run.report.learned), len(run.varied)
+        losses = len(run.report.learned), len(run.report.held_out)
+        self._told = len(run.report.layers), *losses, len(run.varied)
+        self._scales = cache_scales.held_in(self.source.model).keys()
 
     def all_finished(self) -> CalibrationReport | None:
         """The report, if an earlier process has finished all places."""
@@ -188,6 +215,8 @@ class Streamed(Memory):
         for place in ("before", *map(str, range(len(self._chain))), "after"):
             if self.is_finished(place):
                 tensors, results = self._finished.read(place)
+                for name, value in tensors.items():
+                    self._put_scale(name, value)
                 low = {n: t for n, t in tensors.items() if isinstance(t, LowbitTensor)}
                 meta = {n: t._map(lambda part: part.to("meta")) for n, t in low.items()}
                 own = [t for t in self._run.targets if any(o.fqn in meta for o in t.owners)]
@@ -199,7 +228,8 @@ class Streamed(Memory):
         """The folder with all that is finished, in lowbit's format."""
         values = {name: self.source.value(name) for name in self.source.names()}
         low = {n: t for n, t in values.items() if isinstance(t, LowbitTensor)}
-        folder = self._finished.complete(self.source.folder.config, low)
+        settings = cache_scales.settings_for(cache_scales.held_in(self.source.model))
+        folder = self._finished.complete(self.source.folder.config, low, settings)
         self.source.folder.copy_files(folder)
         return folder
 
@@ -229,7 +259,7 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
     files = [(name, found.st_size, found.st_mtime_ns) for name, found in shards]
     schemes = {target.fqn: target.scheme.to_dict() for target in run.targets}
     leaves, tree = tree_flatten(list(run.batches))
-    batches = [str(tree), *map(_text, leaves)]
+    batches = [str(tree), str(run.batches.seen), *map(_text, leaves)]
     given = {
         "set of releases": [version(name) for name in ("lowbit", "torch", "transformers")],
         "folder": [source.folder.config, files],
@@ -237,6 +267,7 @@ def _key(source: StreamedModel, run: Run, steps: Sequence[Step]) -> dict[str, st
         "list of steps": [str(step) for step in steps],
         "list of batches": batches,
         "choice of ranges": run.method,
+        "kv_cache": run.kv_cache,
         "kind of device": source.device.type,
     }
     ranks = run.batches.ranks

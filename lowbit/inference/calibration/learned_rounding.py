@@ -30,6 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import Target, adapter_modules
+from lowbit.inference.calibration.batches import HELD_OUT
 from lowbit.inference.calibration.learned_weight import Variables, Vectors, Weight, originals
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.step import Layer, Step, check_share
@@ -40,8 +41,6 @@ from lowbit.tracing.block_inputs import moved
 
 BETAS = 0.9, 0.99
 """The decay rates of Adam, which learns vectors."""
-HELD_OUT = 8
-"""One sequence in so many is held out: the last one of fewer. A single sequence is not."""
 
 
 class Losses(NamedTuple):
@@ -294,6 +293,12 @@ class _Learning:
     def means(self) -> list[float]:
         """The mean losses over all batches: of the sequences that are learned from, and of those held out if there are
         any."""
+        losses, counts = self.totals()
+        found = [total / max(n, 1) for total, n in zip(losses, counts, strict=True)]
+        return found if counts[1] else found[:1]
+
+    def totals(self) -> list[list[float]]:
+        """The sums of both losses, and how many tokens each is about."""
         own = [w.values for w in self.weights] or list(self.block.module.parameters())
         device = own[0].device
         totals = torch.zeros(2, 2, dtype=torch.float64, device=device)
@@ -303,9 +308,13 @@ class _Learning:
                     totals[0, part] += loss
                     totals[1, part] += rows
         self.block.ranks.add_up(totals)
-        losses, counts = totals.tolist()
-        found = [total / max(n, 1) for total, n in zip(losses, counts, strict=True)]
-        return found if counts[1] else found[:1]
+        return totals.tolist()
+
+
+def mean_loss(block: Block, over: Literal["blocks", "model"]) -> float:
+    """The mean loss of a block as it is, over all its sequences. `over`: that of `LearnedRounding`."""
+    losses, counts = _Learning(LearnedRounding(over=over, vector_rate=0), block, ()).totals()
+    return sum(losses) / max(sum(counts), 1)
 
 
 def mean_losses(block: Block, loss: Literal["error", "kl"] | None) -> tuple[float, float | None]:
@@ -319,7 +328,10 @@ def mean_losses(block: Block, loss: Literal["error", "kl"] | None) -> tuple[floa
 def _held_out(sequences: Sequence[int]) -> list[int]:
     """How many of the last sequences of each batch are held out. Whole batches as far as one in eight allows, since a
     batch with one sequence less makes no step of `batch_size` sequences."""
-    total, done = sum(sequences), 0
+    total, done = (
+        sum(sequences),
+        0,
+    )  # of fewer it is the last one, and a single sequence is not held out
     found = [0] * len(sequences)
     for i, end in enumerate(accumulate(sequences)):
         if end // HELD_OUT - done >= sequences[i]:

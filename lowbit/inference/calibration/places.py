@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,12 +21,16 @@ from lowbit.inference.calibration.ranks import Ranks
 
 class Needs(NamedTuple):
     """What the steps of a calibration read: all of each Hessian, or its diagonal; the inputs in high precision beside
-    those of the rounded model; blocks whose weights are all rounded; and blocks in high precision (`Entered`)."""
+    those of the rounded model; blocks whose weights are all rounded; blocks in high precision (`Entered`); outputs for
+    batches that no step sees (`HeldOut`). `disk`: the folder on whose disk the sums of stacked experts lie; None: in
+    memory."""
 
     full: bool
     pairs: bool
     blocks: bool = False
     entered: bool = False
+    held_out: bool = False
+    disk: Path | None = None
 
     @property
     def high(self) -> bool:
@@ -158,7 +163,7 @@ class Place:
             is_routed = len(shape) == 3 or own != target.fqn
             pairs = needs.pairs and not is_routed  # other tokens may reach an expert
             device = target.weight.device
-            moments = twin or Moments(shape, device, needs.full, pairs, once)
+            moments = twin or Moments(shape, device, needs.full, pairs, once, needs.disk)
             group.names.add(own)
             group.targets.append(target)
             group.moments.append(moments)
@@ -222,7 +227,8 @@ class Place:
         if not all(self.ranks.gathered(alike)):
             pairs = zip(group.targets, group.moments, strict=True)
             group.moments = [
-                Moments(shape_of_blocks(t), t.weight.device, m.full, m.pairs) for t, m in pairs
+                Moments(shape_of_blocks(t), t.weight.device, m.full, m.pairs, disk=needs.disk)
+                for t, m in pairs
             ]
             self._counted(groups, needs)
         for moments in dict.fromkeys(group.moments):

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from lowbit.convert import Report
+from lowbit.inference.calibration.held_out import HeldOutLosses
 from lowbit.inference.calibration.learned_rounding import Losses
 
 if TYPE_CHECKING:  # lowbit.formats reads many files
@@ -58,6 +59,7 @@ class CalibrationReport(Report):
     Attributes:
         layers: the results by name of the weight, in the order in which they were calibrated.
         learned: what learned rounding did to the loss of each block, or of the model, held-out sequences apart.
+        held_out: the losses of each block, or other place, over the batches held out, by min-max and by the steps.
         notes: on many layers together.
         seconds: of the whole call.
         written: what `lowbit.export` wrote of a folder; None for a model in memory.
@@ -65,10 +67,12 @@ class CalibrationReport(Report):
 
     layers: dict[str, LayerResult] = field(default_factory=dict)
     learned: list[tuple[str, Losses]] = field(default_factory=list)
+    held_out: list[tuple[str, HeldOutLosses]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     seconds: float = 0.0
     written: ExportReport | None = None
 
     def __str__(self) -> str:
         lines = [f"  learned rounding of {name}: {losses}" for name, losses in self.learned]
+        lines += [f"  {name}: {losses}" for name, losses in self.held_out]
         return "\n".join([super().__str__(), *lines, *(f"  {note}" for note in self.notes)])

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,14 +21,18 @@ from lowbit.convert import (
     Target,
     find_targets,
     is_conv,
-    is_turned,
     joint_parts,
     replace_weights,
-    rounding_owners,
-    shape_of_blocks,
     watch_joined,
 )
 from lowbit.inference.calibration.batches import MASK, Batches, mask_of
+from lowbit.inference.calibration.cached import (
+    CacheFormat,
+    check_cache,
+    no_cache,
+    observing_caches,
+)
+from lowbit.inference.calibration.held_out import HeldOutLosses, MinMax
 from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.learned_rounding import Block, LearnedRounding, Losses
 from lowbit.inference.calibration.learned_weight import Weight, originals
@@ -34,18 +40,30 @@ from lowbit.inference.calibration.places import Group, Needs
 from lowbit.inference.calibration.pruning import Prune24
 from lowbit.inference.calibration.report import CalibrationReport, LayerResult
 from lowbit.inference.calibration.rotation import LEFT, Rotate
+from lowbit.inference.calibration.rounded_weight import (
+    affine,
+    by_minmax,
+    in_place_of,
+    layer_of,
+    made,
+)
 from lowbit.inference.calibration.search import Search
-from lowbit.inference.calibration.stages import Entered, Left, Memory, Stage, block_of, walk
+from lowbit.inference.calibration.some_experts import is_divisible, joined, some_experts
+from lowbit.inference.calibration.stages import (
+    Entered,
+    HeldOut,
+    Left,
+    Memory,
+    Stage,
+    block_of,
+    walk,
+)
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Layer, Start, Step
-from lowbit.layers.static_input import input_qparams, take_input
+from lowbit.layers.cache_scales import KEY, held_in
+from lowbit.layers.static_input import take_input
 from lowbit.progress import progress
-from lowbit.tensor.core.checks import check_finite, check_weight
-from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.conv_tensor import ConvTensor
-from lowbit.tensor.frozen.requantize import write
-from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
-from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tracing.batches import call, eval_mode, output_tensor, uncached_autocast
 from lowbit.tracing.block_inputs import forward_of
 from lowbit.tracing.observer import Method
@@ -66,6 +84,7 @@ class Run:
         starts: by name, the low-bit weights whose new values stand in the model; they get the results.
         reference: gives the outputs for a batch, by its number, that learning over the model aims at; None: those of
             the model in high precision.
+        kv_cache: that of `lowbit.calibrate`.
 
     Raises what `find_targets` raises, and ValueError for steps in another order, schemes that no step searches, a
     `method` without static activations, steps that do not run in several processes, and processes that differ in more
@@ -83,6 +102,7 @@ class Run:
         memory: Memory | None = None,
         starts: Mapping[str, Start] | None = None,
         reference: Callable[[int], Any] | None = None,
+        kv_cache: CacheFormat | None = None,
     ) -> None:
         self.model, self.batches, self.method = model, batches, method
         self.starts, self.reference = starts or {}, reference
@@ -99,6 +119,8 @@ class Run:
         _check_folds(steps)
         if batches.ranks.group is not None:
             _check_in_ranks(steps)
+        check_cache(kv_cache, model, in_blocks=memory is not None)
+        self.kv_cache = kv_cache
         self.began = time.perf_counter()
         if learned and not self.steps and not self.starts:
             self.steps = [Search()]
@@ -114,13 +136,8 @@ class Run:
         listed = [(t.fqn, tuple(t.weight.shape), str(t.scheme)) for t in self.targets]
         given = {"weights or schemes": listed, "steps": [str(step) for step in steps]}
         in_memory = model if memory is None else None
-        batches.ranks.begin(in_memory, given | {"choice of ranges": method})
-        has_static = any(target.scheme.is_static for target in self.targets)
-        if method != "squared_error" and not has_static:
-            raise ValueError(
-                "method: for static activations, which no weight's scheme has; accepted: none, or e.g. "
-                "lowbit.Int8StaticActivationInt8Weight()"
-            )
+        batches.ranks.begin(in_memory, given | {"choice of ranges": method, "kv_cache": kv_cache})
+        self._check_read(bool(learned))
         self.report = CalibrationReport(entries=found.entries)
         self.total = len(self.targets)
         self.methods: dict[str, list[str]] = {}
@@ -129,7 +146,22 @@ class Run:
         """What the scales of siblings share, by the name of each weight."""
         self.varied: list[str] = []
         """Weights that some batch multiplies more often than was foreseen."""
+        self.minmax = MinMax()
         self.advance: Callable[[int], None] = lambda count: None
+
+    def _check_read(self, learns: bool) -> None:
+        """Raise ValueError for a choice of ranges without any, and for batches held out that no step is held to."""
+        has_static = self.kv_cache is not None or any(t.scheme.is_static for t in self.targets)
+        if self.method != "squared_error" and not has_static:
+            raise ValueError(
+                "method: for static activations, which no weight's scheme has; accepted: none, or e.g. "
+                "lowbit.Int8StaticActivationInt8Weight(), or kv_cache='float8'"
+            )
+        if self.batches.holds_out and (learns or not self.steps):
+            raise ValueError(
+                "held_out is for steps on layers, such as Search() and GPTQ(): LearnedRounding holds out one sequence "
+                "in eight itself, and rounding to nearest, steps=[], is what they are compared with; leave out held_out"
+            )
 
     def check_without_data(self) -> None:
         """Raise ValueError for a step or scheme that needs batches."""
@@ -137,6 +169,7 @@ class Run:
         steps = [s for s in self.steps if s.folds]
         found = [s.method for s in (*steps, *self.over_blocks, *self.over_model)]
         found += [f"the static input of {name}" for name in static[:1]]
+        found += [f"kv_cache={self.kv_cache!r}"] if self.kv_cache else []
         if found:
             raise ValueError(
                 f"{', '.join(found)}: needs batches, calibrate(model, scheme, batches, steps=…); without them "
@@ -151,10 +184,13 @@ class Run:
         with uncached_autocast(), eager, shown as self.advance:
             if not self.memory.streams:
                 self.memory.bring(None)
-                self._fold(self.targets, self.batches)
-                self._find_static(self.targets, self.batches)
+                seen = Batches(self.batches[: self.batches.seen], self.batches.ranks)
+                self._fold(self.targets, seen)
+                self._find_static(self.targets, seen)
             self._quantize(blocks, cache)
         take_input(modules)
+        if self.kv_cache and not held_in(self.model):
+            raise no_cache(self.model)
         self.report.notes = self.notes()
         self.report.seconds = time.perf_counter() - self.began
         watch_joined(self.model)
@@ -165,7 +201,7 @@ class Run:
         with eval_mode(self.model), torch.no_grad():
             try:
                 for stage in walk(
-                    *(self.model, self.targets, self.batches, self._needs(), blocks, cache),
+                    *(self.model, self.targets, self.batches, self._needs(cache), blocks, cache),
                     self.memory,
                 ):
                     self._take(stage)
@@ -191,6 +227,11 @@ class Run:
         if pruned := [layer.name for layer in layers if layer.zeros]:
             dense = len(layers) - len(pruned)
             found.append(f"pruned to 2 of 4 inputs: {_some(pruned)}; left dense: {dense}")
+        if self.kv_cache:
+            cached = [n.rpartition(".")[0] for n in held_in(self.model) if n.endswith(KEY)]
+            found.append(
+                f"{self.kv_cache} scales of the keys and values that {_some(cached)} cache"
+            )
         if self.varied:
             found.append(
                 f"{_some(self.varied)}: a batch multiplies them another number of times than the block before did, so "
@@ -204,9 +245,10 @@ class Run:
             )
         return found
 
-    def _needs(self) -> Needs:
+    def _needs(self, cache: Cache) -> Needs:
         entered = self.memory.streams and (
-            any(target.scheme.is_static for target in self.targets)
+            self.kv_cache is not None
+            or any(target.scheme.is_static for target in self.targets)
             or any(step.folds for step in self.steps)
         )
         return Needs(
@@ -214,6 +256,8 @@ class Run:
             bool(self.batches.total) and any(s.pairs for s in self.steps),
             bool(self.over_blocks),
             entered,
+            self.batches.holds_out,
+            cache if isinstance(cache, Path) else None,
         )
 
     def _take(self, stage: Stage) -> None:
@@ -221,6 +265,8 @@ class Run:
             self._enter(stage)
         elif isinstance(stage, Block):
             self._learn(stage)
+        elif isinstance(stage, HeldOut):
+            self._hold(stage)
         elif isinstance(stage, Left):
             self.varied += sorted(set().union(*self.batches.ranks.gathered(set(stage.varied))))
             if not self.over_model:
@@ -243,7 +289,8 @@ class Run:
             return
         for target in place.targets:
             check_weight(target.weight, target.fqn)
-        numbers = [{"number": i, MASK: mask_of(batch)} for i, batch in enumerate(self.batches)]
+        seen = self.batches[: self.batches.seen]
+        numbers = [{"number": i, MASK: mask_of(batch)} for i, batch in enumerate(seen)]
 
         plain = self.model.forward
 
@@ -255,7 +302,7 @@ class Run:
             ranks = self.batches.ranks
             self._fold(place.targets, Batches(numbers if place.folds else (), ranks))
             if not place.is_finished:
-                self._find_static(place.targets, Batches(numbers, ranks))
+                self._find_static(place.targets, Batches(numbers, ranks), place.block)
 
     def _fold(self, targets: Sequence[Target], batches: Batches) -> None:
         """Let the steps change the model in high precision. No batches: name the steps of these weights alone."""
@@ -268,16 +315,27 @@ class Run:
                 method = f"{step.method} {own[0]}" if own else step.method
                 self.methods.setdefault(target.fqn, []).append(method)
 
-    def _find_static(self, targets: Sequence[Target], batches: Batches) -> None:
-        """Find the static scales of inputs, where the scheme has them."""
-        if not any(target.scheme.is_static for target in targets):
+    def _find_static(
+        self, targets: Sequence[Target], batches: Batches, block: nn.Module | None = None
+    ) -> None:
+        """Find the static scales of inputs, where the scheme has them, and those of keys and values, if they are
+        wanted. `block`: what runs; None: the model, or what lies outside of its blocks."""
+        found, ranks = observed.layers_of(targets), batches.ranks
+        caches = self.kv_cache is not None and (block is not None or not self.memory.streams)
+        if not found and not caches:
             return
-        with eval_mode(self.model), torch.no_grad():
-            found = observed.layers_of(targets)
-            with observed.observing(self.model, found, self.method, batches.ranks.group):
-                for batch in batches:
-                    call(self.model, batch)
-                batches.ranks.gathered(None)
+        with ExitStack() as stack:
+            stack.enter_context(eval_mode(self.model))
+            stack.enter_context(torch.no_grad())
+            run: Callable[[Any], Any] = partial(call, self.model)
+            if caches:
+                run = stack.enter_context(observing_caches(self.model, block, self.method, ranks))
+            if found:
+                seen = observed.observing(self.model, found, self.method, ranks.group)
+                stack.enter_context(seen)
+            for batch in batches:
+                run(batch)
+            ranks.gathered(None)
 
     def _check_finite(self, group: Group) -> None:
         for target, moments in zip(group.targets, group.moments, strict=True):
@@ -297,34 +355,94 @@ class Run:
     def _round(self, target: Target, moments: Moments, joint: Tensor | None) -> None:
         """Run the steps on this weight, and replace it, or leave its values to those that learn."""
         start = self.starts.get(target.fqn)
-        layer = _layer(target, moments, joint, start)
+        began = time.perf_counter()
+        learns = bool(self.over_blocks or self.over_model)
+        by_experts = start is None and not learns and joint is None and is_divisible(target)
+        if by_experts and not any(isinstance(step, Prune24) for step in self.steps):
+            self._round_experts(target, moments, began)
+            return
+        layer = layer_of(target, moments, joint, start)
+        weight, sums = self._stepped(target, layer, start)
+        if self.batches.holds_out:
+            self.minmax.weights.append((target, made(by_minmax(target, layer, joint), target)))
+        self._enter_result(target, moments, sums, began)
+        if layer.mask is not None:
+            result = self.report.layers[layer.name]
+            self.report.layers[layer.name] = replace(result, zeros=_zeros(weight.values))
+        self.waiting.append(weight)
+        if learns:
+            weight.show(weight.values)
+        else:
+            self._replace()
+
+    def _round_experts(self, target: Target, moments: Moments, began: float) -> None:
+        """Run the steps on a few experts of a stack at a time, and replace it."""
+        parts: list[Any] = []
+        others: list[Any] = []
+        sums = torch.zeros(3, dtype=torch.float64)
+        for layer in some_experts(target, moments):
+            weight, own = self._stepped(target, layer)
+            parts.append(affine(weight, target))
+            sums += own
+            if self.batches.holds_out:
+                others.append(affine(by_minmax(target, layer, None), target))
+            del layer, weight  # before the next ones are made
+        if others:
+            other = in_place_of(joined(others, target), target)
+            self.minmax.weights.append((target, other))
+        self._enter_result(target, moments, sums, began)
+        stack = in_place_of(joined(parts, target), target)
+        self._put(target, lambda _: stack)
+
+    def _stepped(
+        self, target: Target, layer: Layer, start: Start | None = None
+    ) -> tuple[Weight, Tensor]:
+        """What the steps make of a layer, and three sums, float64: the squared errors of its outputs by min-max and
+        now, and what `Layer.error` divides them by."""
         is_read = [isinstance(owner.module, nn.Embedding) for owner in target.owners]
         layer.is_embedding = any(is_read)
-        if moments.full and not self.batches.total and not all(is_read):
+        if layer.moments.full and not self.batches.total and not all(is_read):
             groups: Any = target.owners[0].module.groups if is_conv(target) else 1
             layer.moments = Moments.of_weight(layer.weight, groups)
-        began = time.perf_counter()
-        before = layer.error(layer.rounded(layer.qparams or layer.minmax()))
+        before, _ = layer.errors(layer.rounded(layer.qparams or layer.minmax()))
         for step in self.steps:
             step.apply(layer)
         weight = Weight(target, layer, start)
         self.batches.ranks.alike(weight.values, *(t for t in weight.qparams if t is not None))
-        seconds = time.perf_counter() - began
+        sums = [before, *layer.errors(weight.values)]
+        return weight, torch.tensor(sums, dtype=torch.float64)
+
+    def _enter_result(self, target: Target, moments: Moments, sums: Tensor, began: float) -> None:
+        """Report a weight. `sums`: those of `_stepped`."""
+        before, after, whole = sums.tolist()
         rows = moments.total + moments.looked_up
         few = not moments.stack and 0 < moments.total < moments.size
         unreached = moments.rows.count(0) if moments.stack and rows else 0
-        after = layer.error(weight.values)
-        method = ", ".join(self.methods.get(layer.name, ["to nearest"]))
-        self.report.layers[layer.name] = LayerResult(
-            *(layer.name, method, seconds, before, after, rows, unreached, few),
-            zeros=_zeros(weight.values) if layer.mask is not None else 0.0,
+        if whole:
+            before, after = before / whole, after / whole
+        else:
+            before = after = 0.0
+        method = ", ".join(self.methods.get(target.fqn, ["to nearest"]))
+        seconds = time.perf_counter() - began
+        self.report.layers[target.fqn] = LayerResult(
+            *(target.fqn, method, seconds, before, after, rows, unreached, few),
             had_batches=bool(self.batches.total),
         )
-        self.waiting.append(weight)
-        if not self.over_blocks and not self.over_model:
-            self._replace()
-        else:
-            weight.show(weight.values)
+
+    def _hold(self, place: HeldOut) -> None:
+        """Round the weights of a place by min-max, where that is better for the batches held out."""
+        losses, names = self.minmax.chosen(place)
+        if not names:
+            return
+        self.report.held_out.append((place.block.name, losses))
+        entries = {entry.fqn: i for i, entry in enumerate(self.report.entries)}
+        for name in () if losses.kept else names:
+            old = self.report.layers[name]
+            new = replace(old, method=f"{old.method}, then min-max", after=old.before)
+            self.report.layers[name] = new
+            at = entries[name]
+            note = self.report.entries[at].note.replace(str(old), str(new))
+            self.report.entries[at] = replace(self.report.entries[at], note=note)
 
     def _learn(self, block: Block) -> None:
         """Learn the rounding of a block, whose weights are rounded."""
@@ -345,13 +463,19 @@ class Run:
         while self.waiting:
             weight = self.waiting.pop(0)
             weight.show_wanted()  # what the report compares the new weight with
-            self._put(weight.target, partial(_made, weight))
+            self._put(weight.target, partial(made, weight))
 
     def check_export(self, format: str, lossy: bool, folder: Folder | None = None) -> None:
         """Raise the FormatError that writing the result will raise. Args: those of
         `lowbit.formats.foreseen.check_export`."""
         from lowbit.formats.foreseen import FormatError, check_export  # they import all formats
+        from lowbit.formats.registry import target
 
+        if self.kv_cache and not getattr(target(format), "holds_cache_scales", False):
+            raise FormatError(
+                f"{format} has no place for scales of a KV cache: leave out kv_cache, or take format="
+                "'compressed-tensors', or 'lowbit'"
+            )
         if format != "lowbit" and any(isinstance(s, Rotate) and s.online for s in self.steps):
             raise FormatError(
                 f"{format} holds no weights whose products rotate their inputs: take Rotate(online=False), which folds "
@@ -375,6 +499,8 @@ class Run:
             held_out = losses["held_out"] and tuple(losses["held_out"])
             learned = Losses(**(losses | {"held_out": held_out}))
             self.report.learned.append((name, learned))
+        for name, losses in results["held_out"]:
+            self.report.held_out.append((name, HeldOutLosses(**losses)))
         while targets:
             target = targets.pop(0)
             # A tied weight has the name that the folder gives it.
@@ -421,6 +547,13 @@ def _check_in_ranks(steps: Sequence[Step]) -> None:
         )
 
 
+def holding_out(held_out: Iterable[Any] | None, steps: Sequence[Step]) -> Iterable[Any] | None:
+    """`held_out` of `usable_batches`, from that of `lowbit.calibrate`: without any, steps on layers are compared with
+    rounding to nearest on a share of the batches, unless learning compares its own result."""
+    is_compared = bool(steps) and not any(isinstance(step, LearnedRounding) for step in steps)
+    return held_out if held_out is not None or is_compared else ()
+
+
 def _check_scales(target: Target) -> None:
     """Raise ValueError for scales that follow from the weight alone."""
     spec = target.scheme.weight
@@ -429,54 +562,3 @@ def _check_scales(target: Target) -> None:
             f"{target.fqn}: {spec} stores scales as {spec.scale_format!r}, which no calibration chooses; "
             "take scale_format='float', e.g. NF4WeightOnly(double_quantization=False), or lowbit.quantize_"
         )
-
-
-def _layer(
-    target: Target, moments: Moments, joint: Tensor | None, start: Start | None = None
-) -> Layer:
-    """The weight as a matrix, or several, for the steps."""
-    spec, plain = target.scheme.weight, target.weight.detach() if start is None else start.values
-    matrix = plain.mT if is_turned(target) else plain.reshape(shape_of_blocks(target))
-    if start is not None:
-        name, wide, held = target.fqn, matrix.float().contiguous(), start.held
-        qparams = held.scale_values(), held.zero_point
-        dtype = held.scale.dtype if spec.scales is None else qparams[0].dtype
-        return Layer(name, wide, spec, dtype, moments, _kept_joint(held), qparams)
-    if joint is None and spec.scales is not None and spec.scales.joint is not None:
-        joint = spec.joint_part([matrix], torch.float32)
-    dtype = spec.scale_dtype_for(plain.dtype)
-    wide = matrix.float().contiguous()
-    return Layer(target.fqn, wide, spec, dtype, moments, joint)
-
-
-def _kept_joint(held: Any) -> Tensor | None:
-    """The part of the scales of a low-bit weight that its siblings share."""
-    spec = held.spec
-    if not spec.joins:
-        return None
-    found: Tensor = held.scale if spec.scales is None else getattr(held, spec.scales.joint)
-    return found
-
-
-def _made(weight: Weight, target: Target) -> Tensor:
-    """The quantized weight."""
-    if weight.start is not None:
-        held: AffineTensor = weight.start.held
-        write(held, weight.values, weight.qparams)
-        check_finite(held, weight.values)
-        return held
-    activation = target.scheme.activation
-    of_input = None
-    if activation is not None and activation.static:
-        of_input = input_qparams(rounding_owners(target)[0].module, activation)
-    qparams, joint = weight.qparams, weight.joint
-    made = AffineTensor.from_float(weight.values, target.scheme, qparams, of_input, joint)
-    made = made._with(dtype=weight.original.dtype)
-    check_finite(made, weight.values)
-    if weight.rotation > 1:
-        return RotatedTensor.of_matrix(made, weight.rotation)
-    if weight.is_compressed:
-        made = Sparse24Tensor.of_dense(made)
-    if is_conv(target):
-        return ConvTensor.of_matrix(made, weight.original.shape)
-    return made._transposed() if is_turned(target) else made

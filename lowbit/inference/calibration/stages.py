@@ -16,10 +16,10 @@ chain is one block. Where `Memory` streams the weights, one block of the model i
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
@@ -31,8 +31,11 @@ from lowbit.inference.calibration.learned_rounding import Block
 from lowbit.inference.calibration.places import Group, Needs, Place
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.states import Cache, States
-from lowbit.tracing.batches import call
+from lowbit.tracing.batches import call, output_tensor
 from lowbit.tracing.block_inputs import NotAChain, capture
+
+MOST_HELD = 2**30
+"""Bytes of the model's outputs that are kept for batches held out. Blocks give hidden states, of which all are kept."""
 
 
 @dataclass
@@ -44,12 +47,27 @@ class Entered:
         run: runs it on a batch, by its number, as the model in high precision does.
         is_finished: an earlier process has rounded its weights, which come back next.
         folds: True if all that may change beside its weights is kept.
+        block: the block; None outside of the blocks.
     """
 
     targets: Sequence[Target]
     run: Callable[[int], Any]
     is_finished: bool = False
     folds: bool = True
+    block: nn.Module | None = None
+
+
+@dataclass
+class HeldOut:
+    """A place whose weights are all rounded, and the batches that no step has seen.
+
+    Attributes:
+        block: runs on these batches. Its targets are what the place gave before its weights were rounded.
+        over: "model" if it gives what the model does.
+    """
+
+    block: Block
+    over: Literal["blocks", "model"]
 
 
 class Left(NamedTuple):
@@ -85,7 +103,7 @@ class Memory:
         """Take note that the weights of this place are rounded."""
 
 
-Stage = Entered | Group | Block | Left
+Stage = Entered | Group | Block | HeldOut | Left
 
 
 def walk(
@@ -111,7 +129,7 @@ def walk(
 
     Raises NotAChain for `blocks` that are not one, and ValueError for a batch that the model does not take.
     """
-    masks = [mask_of(batch) for batch in batches]
+    masks = [mask_of(batch) for batch in batches[: batches.seen]]
     chain = chain_of(model, targets) if blocks is None else list(blocks)
     states = None
     memory.bring(None)
@@ -155,13 +173,15 @@ def _as_one(
     """A model without blocks."""
     place = Place(lambda i: call(model, batches[i]), masks, batches.ranks)
     yield Entered(tuple(targets), place.run)
+    held = _held_out("the model", model, place.run, place.run, batches, needs, list)
     if needs.pairs:
-        twin = copy.deepcopy(model)
+        twin = _twin(model)
         place.copies = _copies(model, twin, targets)
         place.high = lambda i: call(twin, batches[i])
     yield from place.groups(targets, needs)
     if needs.blocks:
         yield block_of(model, batches, masks)
+    yield from held
     yield Left("after")
 
 
@@ -185,7 +205,10 @@ def _before(
             memory.drop(block)
         run = partial(states.after, last)
     yield Entered(tuple(targets), run, folds=False)
-    yield from Place(run, masks, states.batches.ranks).groups(targets, needs)
+    name, model, batches = "before the blocks", states.model, states.batches
+    held = _held_out(name, model, run, run, batches, needs, states.kept)
+    yield from Place(run, masks, batches.ranks).groups(targets, needs)
+    yield from held
     yield Left("before")
 
 
@@ -214,8 +237,12 @@ def _block(
 
     if needs.high or not is_finished:
         memory.bring(block)
-        yield Entered(tuple(targets), high, is_finished)
-    twin = copy.deepcopy(block) if needs.pairs and not is_finished else None
+        yield Entered(tuple(targets), high, is_finished, block=block)
+    # Without a comparison nobody advances the states in high precision.
+    plain = high if needs.high else low
+    given = states.batches, needs._replace(held_out=needs.held_out and not is_finished), states.kept
+    held = _held_out(f"block {at}", block, low, plain, *given, over="blocks")
+    twin = _twin(block) if needs.pairs and not is_finished else None
     if needs.high and (is_finished or not (twin or needs.blocks)):
         states.advance(states.high, at, block)
     if is_finished:
@@ -229,23 +256,17 @@ def _block(
             inside.counts = counts.setdefault(type(block), {})
         yield from inside.groups(targets, needs)
         if needs.blocks:
-            own = Block(
-                f"block {at}",
-                block,
-                len(states.low),
-                lambda i: states.low.shape(i)[0],
-                low,
-                high,
-                masks,
-                ranks=states.batches.ranks,
-            )
+            count, ranks = len(states.low), states.batches.ranks
+            rows = lambda i: states.low.shape(i)[0]  # noqa: E731
+            own = Block(f"block {at}", block, count, rows, low, high, masks, ranks=ranks)
             own.keep = states.kept
             own.targets = states.high if inside.is_kept else None
             yield own
             assert own.targets is not None
             states.high = own.targets
-        elif twin is not None and not inside.is_kept:
-            states.advance(states.high, at, twin)
+        elif twin is not None:
+            states.advance(states.high, at, twin, states.batches.seen if inside.is_kept else 0)
+        yield from held
         yield Left(place, inside.varied)
     states.advance(states.low, at, block)
     memory.drop(block)
@@ -258,8 +279,10 @@ def _after(
     sees those before it as they are."""
     place = Place(partial(states.after, states.low), masks, states.batches.ranks)
     if targets:
-        high = partial(states.after, states.high)
+        high = partial(states.after, states.high if needs.high else states.low)
         yield Entered(tuple(targets), high)
+        given = states.batches, needs, states.kept
+        held = _held_out("after the blocks", states.model, place.run, high, *given)
         if needs.pairs:
             place.copies = {target.fqn: target for target in targets}
             place.high = high
@@ -270,7 +293,49 @@ def _after(
             own = Block(name, states.model, count, rows.__getitem__, place.run, high, masks)
             own.ranks = states.batches.ranks
             yield own
+        yield from held
     yield Left("after")
+
+
+def _held_out(
+    name: str,
+    module: nn.Module,
+    run: Callable[[int], Any],
+    high: Callable[[int], Any],
+    batches: Batches,
+    needs: Needs,
+    kept: Callable[[Iterable[Tensor]], MutableSequence[Tensor]],
+    over: Literal["blocks", "model"] = "model",
+) -> list[HeldOut]:
+    """What a place gives for the batches held out, at a time at which its weights are not rounded yet; [] if there are
+    none.
+
+    Args:
+        name, module: of the place.
+        run, high: as those of a `Place`.
+        kept: makes the sequence of targets.
+        over: that of `HeldOut`.
+    """
+    if not needs.held_out:
+        return []
+    first = batches.seen
+    outputs = (output_tensor(high(i)) for i in range(first, len(batches)))
+    targets = kept(outputs if over == "blocks" else _as_many_as_fit(outputs))
+    count = len(targets)
+    masks = [mask_of(batch) for batch in batches[first : first + count]]
+    here: Any = lambda i: run(first + i)  # noqa: E731
+    block = Block(name, module, count, lambda i: 1, here, high, masks, targets, ranks=batches.ranks)
+    return [HeldOut(block, over)]
+
+
+def _as_many_as_fit(outputs: Iterator[Tensor]) -> Iterator[Tensor]:
+    """The first outputs of a model, logits over a vocabulary, up to `MOST_HELD` bytes, and one in any case."""
+    nbytes = 0
+    for output in outputs:
+        yield output
+        nbytes += output.nbytes
+        if nbytes >= MOST_HELD:
+            return
 
 
 def first_of_each_class(blocks: Sequence[nn.Module]) -> list[nn.Module]:
@@ -354,6 +419,15 @@ def _called_before(
     with Watch(outside, seen):
         list(capture(model, chain, batches[:1], None))
     return batches.ranks.gathered(early)[batches.first]
+
+
+def _twin(module: nn.Module) -> nn.Module:
+    """A copy that stays in high precision. Its parameters view the memory of the originals, which the steps replace and
+    do not write to."""
+    memo: dict[int, Any] = {
+        id(p): nn.Parameter(p.data, requires_grad=p.requires_grad) for p in module.parameters()
+    }
+    return copy.deepcopy(module, memo)
 
 
 def _copies(module: nn.Module, twin: nn.Module, targets: Sequence[Target]) -> dict[str, Target]:

@@ -191,9 +191,11 @@ class States:
         x = moved(hidden, home, copy=True)  # a block may write to its input
         return self.arguments[number][at].run(block, x)
 
-    def advance(self, states: MutableSequence[Tensor], at: int, block: nn.Module) -> None:
-        """Replace states by the outputs of a block."""
-        for number in range(len(states)):
+    def advance(
+        self, states: MutableSequence[Tensor], at: int, block: nn.Module, first: int = 0
+    ) -> None:
+        """Replace states, those of the batches from `first` on, by the outputs of a block."""
+        for number in range(first, len(states)):
             states[number] = self.run(at, block, states[number], number)
 
     def after(self, states: Sequence[Tensor], number: int) -> Any:

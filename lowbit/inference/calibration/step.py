@@ -189,6 +189,11 @@ class Layer:
     def error(self, values: Tensor) -> float:
         """Σ ‖Q x̂ − W x‖² / Σ ‖W x̂‖² over the inputs x̂ of the rounded model, where x = x̂ without pairs. Over
         independent inputs where none was seen."""
+        wrong, whole = self.errors(values)
+        return wrong / whole if whole else 0.0
+
+    def errors(self, values: Tensor) -> tuple[float, float]:
+        """What `error` divides, and by what."""
         if self._energy is None:
             self._energy = sum(energy(self.original[p.at], p.hessian) for p in self.parts())
         wrong = 0.0
@@ -197,7 +202,7 @@ class Layer:
             wrong += part.drift + energy(moved, part.hessian)
             if part.cross is not None:
                 wrong -= 2 * float((part.cross * moved).sum(dtype=torch.float64))
-        return max(wrong, 0.0) / self._energy if self._energy else 0.0
+        return max(wrong, 0.0), self._energy
 
 
 def of_parts(layer: Layer, each: Sequence[Tensor]) -> Tensor:

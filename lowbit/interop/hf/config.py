@@ -13,6 +13,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowbit.convert import NEEDS_CALIBRATION, check_pattern, check_runs, has_static
 from lowbit.inference import Step
 from lowbit.inference.calibration.batches import as_list
+from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.call import checked_steps
 from lowbit.inference.quantize import Scales
 from lowbit.schemes import lines
@@ -50,6 +51,7 @@ class LowbitConfig(QuantizationConfigMixin):
         batches: of `lowbit.calibrate`, which then runs once the plain weights are read, with the whole model in memory.
             Static activations need them. The folder that `save_pretrained` writes has none.
         steps: of `lowbit.calibrate`; without `batches` those that need none, such as [GPTQ()].
+        kv_cache: of `lowbit.calibrate`: "float8", or None for no scales of keys and values. Needs `batches`.
         options: those of the preset that `scheme` names.
 
     Attributes:
@@ -59,11 +61,12 @@ class LowbitConfig(QuantizationConfigMixin):
         TypeError: `scheme` is none of these, or options stand beside a scheme that is not a name; batches or steps
             that are not lists of them.
         ValueError: an unknown name or scales; scales beside batches or steps; options that the preset refuses; a static
-            activation without batches.
+            activation, or kv_cache, without batches.
     """
 
     batches: list[Any] | None = None
     steps: Sequence[Step] | None = None
+    kv_cache: CacheFormat | None = None
 
     def __init__(
         self,
@@ -73,6 +76,7 @@ class LowbitConfig(QuantizationConfigMixin):
         experts: bool = True,
         batches: Iterable[Any] | None = None,
         steps: Sequence[Step] | None = None,
+        kv_cache: CacheFormat | None = None,
         **options: Any,
     ) -> None:
         self.quant_method = Method.LOWBIT
@@ -90,6 +94,9 @@ class LowbitConfig(QuantizationConfigMixin):
         self.scheme = _schemes(scheme, options)
         if batches is None and has_static(self.scheme):
             raise ValueError(f"{NEEDS_CALIBRATION}; or give batches=")
+        if batches is None and kv_cache is not None:
+            raise ValueError(f"kv_cache={kv_cache!r} finds scales by batches: give batches=")
+        self.kv_cache = kv_cache
         self.batches = None if batches is None else as_list(batches)
         self.steps = None if steps is None else checked_steps(steps)
         self.stored: dict[str, Any] | None = None
@@ -135,7 +142,7 @@ class LowbitConfig(QuantizationConfigMixin):
     def with_stored(self, stored: dict[str, Any]) -> Self:
         """This config for a model whose weights `stored` describes."""
         made = copy.copy(self)
-        made.stored, made.batches, made.steps = stored, None, None
+        made.stored, made.batches, made.steps, made.kv_cache = stored, None, None, None
         return made
 
     def to_dict(self) -> dict[str, Any]:

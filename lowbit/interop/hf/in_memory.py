@@ -23,6 +23,7 @@ from lowbit.formats.registry import by_name
 from lowbit.interop.hf import experts as experts  # registers what stock experts need
 from lowbit.interop.hf.config import METHOD, LowbitConfig, Method
 from lowbit.interop.hf.quantizer import LowbitQuantizer
+from lowbit.layers.cache_scales import held_in, settings_for
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.core.parts import split
@@ -51,7 +52,8 @@ class InMemory(LowbitConfig):
         if model is None:
             return None
         weights = dict(in_parts(model, saved is not None))
-        return by_name(METHOD).config(weights, ()) if weights else None
+        own = by_name(METHOD).config(weights, ()) if weights else None
+        return own and own | settings_for(held_in(model))
 
     def to_dict(self) -> Any:
         """The entry of config.json; None if all weights are plain."""

@@ -35,6 +35,15 @@ from lowbit.inference import calibrate
 from lowbit.interop.hf import experts as experts  # registers what stock experts need
 from lowbit.interop.hf.config import METHOD, LowbitConfig
 from lowbit.interop.hf.plan import WeightChoice, plan
+from lowbit.layers.cache_scales import (
+    KEY,
+    VALUE,
+    describes,
+    held_in,
+    is_named_so,
+    make_room,
+    settings_for,
+)
 from lowbit.layers.frozen import show_frozen
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
@@ -133,6 +142,7 @@ class LowbitQuantizer(HfQuantizer):
                     "save_pretrained or lowbit.export(…, format='lowbit')"
                 )
             self._sizes = self._stored_sizes(checkpoint_files or [])
+            self._make_room(model, checkpoint_files or [])
             return
         if config.calibrates:
             return
@@ -150,6 +160,15 @@ class LowbitQuantizer(HfQuantizer):
             return {}
         found = self.own_format.find(sizes.keys(), self._stored)
         return {weight: sum(sizes[n] for n in parts.values()) for weight, parts in found.items()}
+
+    def _make_room(self, model: Any, files: list[str]) -> None:
+        """Give the attention layers of the model buffers for the scales of keys and values in `files`."""
+        if describes(self._stored):
+            renamed = renamed_by(model)
+            model._keep_in_fp32_modules_strict |= {KEY, VALUE}
+            for name in {n for file in files for n in open_shard(file).entries}:
+                if is_named_so(name):
+                    make_room(model, [name, *renamed(name)])
 
     @property
     def _stored(self) -> dict[str, Any]:
@@ -266,7 +285,8 @@ class LowbitQuantizer(HfQuantizer):
         if self._plan is not None or calibrates:
             self.report = self._calibrated(model) if calibrates else self._quantized(model)
             weights = {n: p for n, p in model.named_parameters() if isinstance(p, LowbitTensor)}
-            self._describe(model, self.own_format.config(weights, ()))
+            stored = self.own_format.config(weights, ())
+            self._describe(model, stored | settings_for(held_in(model)))
         else:
             self.report.entries = list(_entries(model))
         logger.info("%s", self.report.count(model))
@@ -276,7 +296,8 @@ class LowbitQuantizer(HfQuantizer):
         config = self.quantization_config
         choice = FolderChoice(model, config.experts and not has_static(config.scheme))
         chosen: Any = choice  # which `find_targets` takes for a filter
-        given: Any = {"steps": config.steps, "format": METHOD}  # which save_pretrained writes
+        given: Any = {"steps": config.steps, "kv_cache": config.kv_cache}
+        given["format"] = METHOD  # which save_pretrained writes
         return calibrate(model, config.patterns, config.batches, chosen, **given)
 
     def _quantized(self, model: Any) -> Report:
@@ -349,7 +370,7 @@ def _state(model: Any, own: Format) -> tuple[dict[str, Tensor], dict[str, Any]]:
             state |= {own.stored_name(item.name, part): t for part, t in parts.items()}
         else:
             state[item.name] = item.value
-    return state, own.config(weights, ())
+    return state, own.config(weights, ()) | settings_for(held_in(model))
 
 
 def _whole(model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

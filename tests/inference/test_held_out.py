@@ -1,0 +1,171 @@
+"""Batches held out of `lowbit.calibrate`: where min-max rounding does better on them, it stays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lowbit as lb
+from lowbit.inference import AWQ, GPTQ, Layer, LearnedRounding, Prune24, Rotate, Search, Step
+from lowbit.tensor.core.base import LowbitTensor
+
+INT3 = lb.IntxWeightOnly(3, 32)
+SCHEMES = {
+    "int3": INT3,
+    "int3, values": lb.IntxWeightOnly(3, 32, "float_zero_point"),
+    "float8": lb.Float8WeightOnly(),
+    "nvfp4": lb.NVFP4WeightOnly(),
+    "static": lb.Int8StaticActivationInt8Weight(),
+}
+
+
+class Ruin(Step):
+    """Scales that are far too small."""
+
+    def apply(self, layer: Layer) -> None:
+        scale, zero = layer.minmax()
+        layer.qparams = scale / 16, zero
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj, self.down_proj = nn.Linear(40, 96), nn.Linear(96, 40, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down_proj(self.up_proj(x).relu())
+
+
+class Stack(nn.Module):
+    """An embedding, three blocks, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(50, 40)
+        self.layers = nn.ModuleList(Part() for _ in range(3))
+        self.head = nn.Linear(40, 50, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embedding(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def build() -> Stack:
+    torch.manual_seed(0)
+    return Stack()
+
+
+def tokens(seed: int, rows: int = 4, length: int = 33) -> Tensor:
+    return torch.randint(50, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def values(model: nn.Module) -> dict[str, Tensor]:
+    return {
+        n: p.dequantize() if isinstance(p, LowbitTensor) else p.detach()
+        for n, p in model.named_parameters()
+    }
+
+
+def differing(a: nn.Module, b: nn.Module) -> list[str]:
+    own, other = values(a), values(b)
+    return [n for n in own if not torch.equal(own[n], other[n])]
+
+
+@pytest.mark.parametrize("blocks", ["found", "none"])
+@pytest.mark.parametrize("name", SCHEMES)
+def test_what_is_worse_is_rounded_by_min_max(name: str, blocks: str) -> None:
+    """To the bits of a call without steps, with the error of min-max in the report."""
+    model, rounded = build(), build()
+    given: dict[str, Any] = {} if blocks == "found" else {"blocks": []}
+    seen, other = [tokens(0), tokens(1)], [tokens(2), tokens(3, 1, 5)]
+    report = lb.calibrate(model, SCHEMES[name], seen, steps=[Ruin()], held_out=other, **given)
+    lb.calibrate(rounded, SCHEMES[name], seen, steps=[], **given)
+    assert differing(model, rounded) == []
+    names = [place for place, _ in report.held_out]
+    blockwise = ["before the blocks", "block 0", "block 1", "block 2"]
+    assert names == (["the model"] if blocks == "none" else blockwise), names
+    for _, losses in report.held_out:
+        assert losses.found > losses.minmax > 0 and not losses.kept
+    for layer in report.layers.values():
+        assert layer.method == "Ruin, then min-max" and layer.after == layer.before
+    assert "which is kept" in str(report) and str(report).count("Ruin, then min-max") == 7
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [Search()],
+        [AWQ(grid=3), Search()],
+        [GPTQ()],
+        [GPTQ(asymmetric=0)],
+        [Prune24(), GPTQ()],
+        [Rotate(folded=False), GPTQ()],
+    ],
+    ids=str,
+)
+def test_what_is_better_stays(steps: list[Step]) -> None:
+    """With the bits of a call without batches held out, which no step and no static scale sees."""
+    seen = [tokens(seed) for seed in range(6)]
+    scheme = lb.IntxWeightOnly(3, 32, "symmetric")
+    model, alone = build(), build()
+    report = lb.calibrate(model, scheme, seen, steps=steps, held_out=[tokens(9)])
+    expected = lb.calibrate(alone, scheme, seen, steps=steps)
+    assert differing(model, alone) == [] and expected.held_out == []
+    assert len(report.held_out) == 4 and all(losses.kept for _, losses in report.held_out)
+    assert {n: x.rows for n, x in report.layers.items()} == {
+        n: x.rows for n, x in expected.layers.items()
+    }
+
+
+def test_gptq_on_a_few_tokens() -> None:
+    """Four tokens for Hessians of 40 and 96 inputs: what fits them is worse for others than min-max rounding."""
+    model, rounded, scheme = build(), build(), lb.IntxWeightOnly(2, 32)
+    few, other = [tokens(0, 1, 4)], [tokens(seed) for seed in (7, 8)]
+    step = GPTQ(damping=1e-4)
+    report = lb.calibrate(model, scheme, few, steps=[step], held_out=other)
+    lb.quantize_(rounded, scheme, scales="minmax")
+    assert not all(losses.kept for _, losses in report.held_out), report
+
+    assert report.held_out[0][0] == "before the blocks"  # the embedding that is tied to the head
+    for place, losses in report.held_out[1:]:
+        if not losses.kept:
+            own, other_own = (m.layers[int(place[-1])] for m in (model, rounded))
+            assert differing(own, other_own) == [], place
+
+
+def test_what_is_refused() -> None:
+    model, other = build(), [tokens(1)]
+    for steps in ([], [LearnedRounding()], [Search(), LearnedRounding(over="model")]):
+        with pytest.raises(ValueError, match="held_out is for steps on layers"):
+            lb.calibrate(model, INT3, [tokens(0)], steps=steps, held_out=other)
+    with pytest.raises(TypeError, match="held_out: not read"):
+        lb.calibrate(model, INT3, steps=[GPTQ()], held_out=other)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="held_out: not read"):
+        lb.calibrate(model, INT3, held_out=other)  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="batches must be a list"):
+        lb.calibrate(model, INT3, [tokens(0)], held_out=tokens(1))
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+
+
+def test_one_batch_in_eight_is_held_out() -> None:
+    """Of eight and more, unless `held_out` says otherwise or learned rounding holds out sequences itself."""
+    given = [tokens(seed, 2, 7) for seed in range(17)]
+    models = [build() for _ in range(4)]
+    reports = [
+        lb.calibrate(models[0], INT3, given, steps=[Search()]),
+        lb.calibrate(models[1], INT3, given[:15], steps=[Search()], held_out=given[15:]),
+        lb.calibrate(models[2], INT3, given, steps=[Search()], held_out=[]),
+        lb.calibrate(models[3], INT3, given, steps=[Search(), LearnedRounding(steps=1)]),
+    ]
+    rows = [report.layers["layers.0.up_proj.weight"].rows for report in reports]
+    assert rows == [15 * 14, 15 * 14, 17 * 14, 17 * 14]
+    assert differing(models[0], models[1]) == [] and reports[0].held_out == reports[1].held_out
+    assert len(reports[0].held_out) == 4 and not reports[2].held_out and not reports[3].held_out
+    few = lb.calibrate(build(), INT3, given[:7], steps=[Search()])
+    assert few.layers["layers.0.up_proj.weight"].rows == 7 * 14 and few.held_out == []
