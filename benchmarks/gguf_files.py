@@ -1,20 +1,24 @@
 """GGUF files of lowbit and of llama.cpp's own quantizer: losses of one model, in llama.cpp and in PyTorch.
 
     pip install llama-cpp-py-sync cffi
-    python -m benchmarks.gguf_files MODEL --tokens TOKENS.pt [--types Q4_K_M,Q2_K] [--windows 160] [--draws 3]
-        [--context 128] [--threads 1] [--torch-windows 0]
+    python -m benchmarks.gguf_files RUN [--types Q4_K_M,Q2_K] [--windows 160] [--torch-windows 0] [--context 128]
+        [--draws 3] [--batches 16] [--threads 1]
+    python -m benchmarks.gguf_files MODEL --tokens TOKENS.pt …
 
-MODEL is a folder of transformers with a Llama whose inputs are multiples of 256, and TOKENS a file of torch with the
-tensors "train" and "test". Each file has the tensor types that llama.cpp's quantizer chooses. Its importance and
-lowbit's calibration see the same batches of "train", on a GPU if there is one. llama.cpp computes the loss over windows
-of "test" on a CPU, and rounds the inputs of its products to 8 bits; PyTorch computes that of the weights in the files,
-over other windows, with the inputs as they are. Each loss is printed as nats above that of the float32 file, with the
-95% interval of its mean over the windows, and beside that of llama.cpp's own file.
+RUN is the run folder of a seed of `recipes.recovery`. MODEL is a folder of transformers with a Llama whose inputs are
+multiples of 256, and TOKENS a file of torch with the tensors "train" and "test".
+
+Each file has the tensor types that llama.cpp's quantizer chooses. Its importance and lowbit's calibration see the same
+batches of "train", on a GPU if there is one. llama.cpp computes the loss over windows of "test" on a CPU, and rounds
+the inputs of its products to 8 bits; PyTorch computes that of the weights in the files, over windows of its own, with
+the inputs as they are. Each loss is printed as nats above that of the float32 file, with the 95% interval of its mean
+over the windows, and as nats above that of llama.cpp's own file.
 """
 
 from __future__ import annotations
 
 import argparse
+import shutil
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,11 +29,13 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
+from benchmarks.calibration_peers import hf_model
 from lowbit.formats.gguf.file import GgufFile, GgufWriter, package
 from lowbit.formats.gguf.llama import in_gguf
 from lowbit.formats.module import ModelSource
 from lowbit.inference import GPTQ, Search, Step
 from lowbit.tensor.core.base import LowbitTensor
+from recipes.calibration import open_run
 from recipes.device import choose_device
 
 FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13}
@@ -211,6 +217,14 @@ def files(
             yield ours(f"lowbit, {name} {draw}", [step], batches)
 
 
+def of_run(run_folder: Path, folder: Path) -> dict[str, Tensor]:
+    """Write the trained model of a run to `folder`, as one of transformers. Returns its tokens."""
+    run = open_run(run_folder)
+    hf_model(run).save_pretrained(folder)
+    shutil.copy(run.folder.data / "tokenizer.json", folder)
+    return {"train": run.data.train, "test": run.data.heldout}
+
+
 def windows_of(tokens: Tensor, count: int, length: int) -> Tensor:
     """int64 [count, length], evenly spread over the text."""
     starts = torch.linspace(0, len(tokens) - length - 1, count).long()
@@ -246,7 +260,7 @@ def main() -> None:
     parser = argparse.ArgumentParser("benchmarks.gguf_files", description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("model", type=Path)
-    add("--tokens", type=Path, required=True)
+    add("--tokens", type=Path)
     add("--types", default="Q4_K_M,Q2_K")
     add("--windows", type=int, default=160, help="that llama.cpp reads (%(default)s)")
     add("--torch-windows", type=int, default=0, help="that PyTorch reads (%(default)s)")
@@ -255,13 +269,18 @@ def main() -> None:
     add("--draws", type=int, default=3)
     add("--batches", type=int, default=16, help="of 8 windows, to calibrate (%(default)s)")
     given = parser.parse_args()
-    tokens, engine = torch.load(given.tokens), LlamaCpp(given.threads)
-    test, more = (
-        windows_of(tokens["test"], count, given.context)
-        for count in (given.windows, max(given.torch_windows, 1))
-    )
+    engine = LlamaCpp(given.threads)
     with TemporaryDirectory() as name, ThreadPoolExecutor(1) as beside_the_gpu:
         folder = Path(name)
+        if given.tokens:
+            tokens = torch.load(given.tokens)
+        else:
+            tokens = of_run(given.model, folder / "model")
+            given.model = folder / "model"
+        test, more = (
+            windows_of(tokens["test"], count, given.context)
+            for count in (given.windows, max(given.torch_windows, 1))
+        )
         plain = folder / "plain.gguf"
         write_plain(load(given.model).cpu(), plain, given.model)
         in_torch: Compared | None = None
