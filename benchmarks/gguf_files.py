@@ -198,7 +198,7 @@ def files(
         if steps is None:
             lowbit.quantize_(model, schemes, scales="searched")
         else:
-            lowbit.calibrate(model, schemes, batches, steps=steps)
+            lowbit.calibrate(model, schemes, batches, steps=steps, cache=None)
         lowbit.export(model.cpu(), path, "gguf", tokenizer=given.model)
         return name, path
 
