@@ -203,7 +203,6 @@ def files(
         return name, path
 
     yield theirs("llama.cpp", None)
-    yield ours("lowbit, searched", None, [])
     for draw in range(given.draws):
         g, length = torch.Generator().manual_seed(draw), given.context
         batches = []
@@ -213,8 +212,9 @@ def files(
         model = load(given.model)
         batches = [batch.to(model.device) for batch in batches]
         yield theirs(f"llama.cpp, importance {draw}", mean_squares(model, batches))
-        for name, step in (("Search()", Search()), ("GPTQ()", GPTQ())):
+        for name, step in (("GPTQ()", GPTQ()), ("Search()", Search())):
             yield ours(f"lowbit, {name} {draw}", [step], batches)
+    yield ours("lowbit, searched", None, [])
 
 
 def of_run(run_folder: Path, folder: Path) -> dict[str, Tensor]:
