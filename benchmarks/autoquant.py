@@ -43,6 +43,7 @@ BYTES = [
     for mapping in ((None, "asymmetric") if bits <= 4 else (None,))
 ]
 TIME = ("int8", "int4", "int4(group_size=32)", "float8", "int8_int8", "float8_float8", "int8_int4")
+REPLAYS = 61
 FIRST_STEP = 100_000
 """Batches of steps from here on are those that no training reaches."""
 
@@ -223,30 +224,34 @@ def trained(dim: int, layers: int, steps: int) -> tuple[nn.Module, list[Tensor]]
     ]
 
 
-def milliseconds(model: nn.Module, timed: list[tuple[Tensor, float]]) -> float:
-    """The time of the whole model over the batches, by CUDA graphs."""
-    total = 0.0
+def milliseconds(models: list[nn.Module], timed: list[tuple[Tensor, float]]) -> list[float]:
+    """The time of each whole model over the batches, by CUDA graphs that run in turns."""
+    totals = [0.0] * len(models)
     for ids, count in timed:
-        for _ in range(3):
-            model(ids)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            kept = model(ids)
-        seconds = []
-        for _ in range(15):
-            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            start.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            seconds.append(start.elapsed_time(end))
-        total += count * sorted(seconds)[len(seconds) // 2]
+        graphs, kept = [], []
+        for model in models:
+            for _ in range(3):
+                model(ids)
+            torch.cuda.synchronize()
+            graphs.append(torch.cuda.CUDAGraph())
+            with torch.cuda.graph(graphs[-1]):
+                kept.append(model(ids))
+        seconds: list[list[float]] = [[] for _ in models]
+        for _ in range(REPLAYS):
+            for graph, own in zip(graphs, seconds, strict=True):
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start.record()
+                graph.replay()
+                end.record()
+                end.synchronize()
+                own.append(start.elapsed_time(end))
+        for i, own in enumerate(seconds):
+            totals[i] += count * sorted(own)[REPLAYS // 2]
         del kept
-    return total
+    return totals
 
 
-def of_time(dim: int, layers: int, steps: int) -> None:
+def of_time(dim: int, layers: int, steps: int, bytes_too: bool) -> None:
     """A briefly trained model on this machine's GPU."""
     began = time.perf_counter()
 
@@ -273,10 +278,11 @@ def of_time(dim: int, layers: int, steps: int) -> None:
     schemes = [scheme(one) for one in TIME]
     with torch.no_grad():
         _compare(model, batches, schemes, requests, say)
-        sizes = [(bits, group) for bits in (3, 4, 5, 6) for group in (32, 128)]
-        candidates = [lowbit.IntxWeightOnly(*size) for size in sizes]
-        _table(model, batches[:2], batches[2:], candidates, "kl", False)
-        say("bytes")
+        if bytes_too:
+            sizes = [(bits, group) for bits in (3, 4, 5, 6) for group in (32, 128)]
+            candidates = [lowbit.IntxWeightOnly(*size) for size in sizes]
+            _table(model, batches[:2], batches[2:], candidates, "kl", False)
+            say("bytes")
 
 
 def _compare(
@@ -286,32 +292,33 @@ def _compare(
     requests: dict[str, list[tuple[Tensor, float]]],
     say: Callable[[str], None],
 ) -> None:
+    """Print the tables of time. The last ratio is that of a single scheme to itself, in the same turns."""
     seen, held_out = batches[:2], batches[2:4]
     singles = []
     for one in schemes:
         low = quantized(model, one)
-        own = {name: milliseconds(low, timed) for name, timed in requests.items()}
-        singles.append((one, lost(model, held_out, low), own))
-    plain = {name: milliseconds(model, timed) for name, timed in requests.items()}
-    say("single schemes are timed")
+        singles.append((one, lost(model, held_out, low), low))
+    say("single schemes are measured")
     for name, timed in requests.items():
         first = lowbit.autoquant(
             model, seen, schemes, damage=1e9, timed=timed, held_out=held_out[:1]
         )
-        say(f"{name}: bf16 {plain[name]:.3f} ms, with the modules alone {_plain_ms(first):.3f} ms")
+        (plain,) = milliseconds([model], timed)
+        say(f"{name}: bf16 {plain:.3f} ms, with the modules alone {_plain_ms(first):.3f} ms")
         assert first.costs is not None
         uniform = {
             id(s): p for s in schemes for p in first.costs.uniform() if set(p.values()) == {s}
         }
-        for one, damage, own in singles:
+        for one, damage, low in singles:
             plan = lowbit.autoquant(model, [], first.costs, damage=damage, held_out=held_out)
-            whole = milliseconds(quantized(model, plan), timed)
+            single, whole, again = milliseconds([low, quantized(model, plan), low], timed)
             kinds = ", ".join(
                 sorted({"-" if s is None else str(line_of(s)) for s in plan.values()})
             )
             print(
-                f"| {name} | {line_of(one)} | {damage:.5f} | {uniform[id(one)].milliseconds:.3f} | {own[name]:.3f} | "
-                f"{plan.measured:.5f} | {plan.milliseconds:.3f} | {whole:.3f} | {whole / own[name]:.3f} | {kinds} |",
+                f"| {name} | {line_of(one)} | {damage:.5f} | {uniform[id(one)].milliseconds:.3f} | {single:.3f} | "
+                f"{plan.measured:.5f} | {plan.milliseconds:.3f} | {whole:.3f} | {whole / single:.3f} | "
+                f"{again / single:.3f} | {kinds} |",
                 flush=True,
             )
         say(name)
@@ -341,6 +348,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--dim", type=int, default=2048)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--bytes", action="store_true", help="with time: the table of bytes, too")
     options = parser.parse_args(arguments)
     if options.what == "bytes":
         of_bytes(Path(options.given))
@@ -349,7 +357,7 @@ def main(arguments: list[str] | None = None) -> int:
     elif options.what == "warm":
         warm(options.given, options.dim)
     else:
-        of_time(options.dim, options.layers, options.steps)
+        of_time(options.dim, options.layers, options.steps, options.bytes)
     return 0
 
 

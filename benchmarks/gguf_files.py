@@ -1,19 +1,26 @@
-"""GGUF files of lowbit and of llama.cpp's own quantizer: losses of one model in llama.cpp, and errors of weights.
+"""GGUF files of lowbit and of llama.cpp's own quantizer: losses of one model, in llama.cpp and in PyTorch.
 
     pip install llama-cpp-py-sync cffi
-    python -m benchmarks.gguf_files MODEL --tokens TOKENS.pt [--types Q4_K_M,Q2_K] [--windows 160] [--draws 3]
+    python -m benchmarks.gguf_files RUN [--types Q4_K_M,Q2_K] [--windows 160] [--torch-windows 0] [--context 128]
+        [--draws 3] [--batches 16] [--threads 1]
+    python -m benchmarks.gguf_files MODEL --tokens TOKENS.pt …
 
-MODEL is a folder of transformers with a Llama whose inputs are multiples of 256, and TOKENS a file of torch with the
-tensors "train" and "test". Each file has the tensor types that llama.cpp's quantizer chooses. Its importance and
-lowbit's calibration see the same batches of "train". llama.cpp computes the loss over windows of "test", and rounds
-the inputs of its products to 8 bits.
+RUN is the run folder of a seed of `recipes.recovery`. MODEL is a folder of transformers with a Llama whose inputs are
+multiples of 256, and TOKENS a file of torch with the tensors "train" and "test".
+
+Each file has the tensor types that llama.cpp's quantizer chooses. Its importance and lowbit's calibration see the same
+batches of "train", on a GPU if there is one. llama.cpp computes the loss over windows of "test" on a CPU, and rounds
+the inputs of its products to 8 bits; PyTorch computes that of the weights in the files, over windows of its own, with
+the inputs as they are. Each loss is printed as nats above that of the float32 file, with the 95% interval of its mean
+over the windows, and as nats above that of llama.cpp's own file.
 """
 
 from __future__ import annotations
 
 import argparse
-import time
-from collections.abc import Callable, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -22,12 +29,15 @@ import torch
 from torch import Tensor, nn
 
 import lowbit
-from lowbit.formats.gguf.file import GgufWriter, package
+from benchmarks.calibration_peers import hf_model
+from lowbit.formats.gguf.file import GgufFile, GgufWriter, package
 from lowbit.formats.gguf.llama import in_gguf
 from lowbit.formats.module import ModelSource
 from lowbit.inference import GPTQ, Search, Step
+from lowbit.tensor.core.base import LowbitTensor
+from recipes.calibration import open_run
+from recipes.device import choose_device
 
-CONTEXT = 128
 FILE_TYPES = {"Q4_0": 2, "Q8_0": 7, "Q5_0": 8, "Q2_K": 10, "Q3_K_S": 11, "Q3_K_M": 12, "Q3_K_L": 13}
 FILE_TYPES |= {"Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 18, "Q2_K_S": 21}
 """llama.cpp's numbers."""
@@ -36,7 +46,8 @@ FILE_TYPES |= {"Q4_K_S": 14, "Q4_K_M": 15, "Q5_K_S": 16, "Q5_K_M": 17, "Q6_K": 1
 class LlamaCpp:
     """llama.cpp by the low-level interface of llama-cpp-py-sync."""
 
-    def __init__(self) -> None:
+    def __init__(self, threads: int = 1) -> None:
+        self.threads = threads
         from llama_cpp_py_sync import _cffi_bindings as bindings
 
         self.ffi, self.lib = bindings.ffi, bindings.get_lib()
@@ -48,38 +59,36 @@ class LlamaCpp:
 
     def quantize(
         self, source: Path, out: Path, kind: str, importance: Mapping[str, Tensor] | None
-    ) -> float:
-        """Write `out` by `llama_model_quantize`. Returns seconds."""
+    ) -> None:
+        """Write `out` by `llama_model_quantize`."""
         new, params = self.ffi.new, self.lib.llama_model_quantize_default_params()
-        params.ftype, params.nthread = FILE_TYPES[kind], 1
+        params.ftype, params.nthread = FILE_TYPES[kind], self.threads
         kept = []
         if importance:
             entries = new(f"struct llama_model_imatrix_data[{len(importance) + 1}]")
             for entry, (name, values) in zip(entries, importance.items(), strict=False):
-                own, text = values.float().contiguous(), new("char[]", name.encode())
+                own, text = values.float().cpu().contiguous(), new("char[]", name.encode())
                 kept += [own, text]
                 entry.name, entry.size = text, own.numel()
                 entry.data = self.ffi.cast("float *", own.data_ptr())
             params.imatrix = entries
-        begin = time.process_time()
         failed = self.lib.llama_model_quantize(
             str(source).encode(), str(out).encode(), new("llama_model_quantize_params *", params)
         )
         if failed:
             raise RuntimeError(f"llama_model_quantize of {kind} returned {failed}")
-        return time.process_time() - begin
 
-    def loss(self, path: Path, windows: Tensor) -> float:
-        """Mean nats a token over windows [W, CONTEXT]."""
+    def losses(self, path: Path, windows: Tensor) -> Tensor:
+        """Mean nats a token of each window [W, T]: float64 [W]."""
         params = self.lib.llama_model_default_params()
         model = self.lib.llama_model_load_from_file(str(path).encode(), params)
         options = self.lib.llama_context_default_params()
-        options.n_ctx = options.n_batch = options.n_ubatch = CONTEXT
-        options.n_threads = options.n_threads_batch = 1
+        options.n_ctx = options.n_batch = options.n_ubatch = windows.shape[1]
+        options.n_threads = options.n_threads_batch = self.threads
         context = self.lib.llama_init_from_model(model, options)
-        batch = self.lib.llama_batch_init(CONTEXT, 0, 1)
+        batch = self.lib.llama_batch_init(windows.shape[1], 0, 1)
         vocabulary = self.lib.llama_vocab_n_tokens(self.lib.llama_model_get_vocab(model))
-        total = 0.0
+        found = []
         for window in windows.tolist():
             self.lib.llama_memory_clear(self.lib.llama_get_memory(context), True)
             batch.n_tokens = len(window)
@@ -91,10 +100,10 @@ class LlamaCpp:
             size = len(window) * vocabulary
             buffer = self.ffi.buffer(self.lib.llama_get_logits(context), 4 * size)
             logits = torch.frombuffer(bytearray(buffer), dtype=torch.float32).view(-1, vocabulary)
-            total += float(nn.functional.cross_entropy(logits[:-1], torch.tensor(window[1:])))
+            found.append(nn.functional.cross_entropy(logits[:-1], torch.tensor(window[1:])))
         self.lib.llama_free(context)
         self.lib.llama_model_free(model)
-        return total / len(windows)
+        return torch.stack(found).double()
 
 
 def write_plain(model: nn.Module, path: Path, tokenizer: Path) -> None:
@@ -135,53 +144,52 @@ def types_of(path: Path) -> dict[str, str]:
     return {in_transformers(t.name): t.tensor_type.name for t in package().GGUFReader(path).tensors}
 
 
-def load(folder: Path) -> nn.Module:
+def load(folder: Path) -> Any:
     import transformers
 
     found = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return found.eval()
+    return found.eval().to(choose_device())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser("benchmarks.gguf_files", description=__doc__.splitlines()[0])
-    parser.add_argument("model", type=Path)
-    parser.add_argument("--tokens", type=Path, required=True)
-    parser.add_argument("--types", default="Q4_K_M,Q2_K")
-    parser.add_argument("--windows", type=int, default=160)
-    parser.add_argument("--draws", type=int, default=3)
-    parser.add_argument("--batches", type=int, default=16)
-    given = parser.parse_args()
-    tokens = torch.load(given.tokens)
-    ends = torch.linspace(0, len(tokens["test"]) - CONTEXT - 1, given.windows).long()
-    test = torch.stack([tokens["test"][i : i + CONTEXT].long() for i in ends.tolist()])
-    engine, model = LlamaCpp(), load(given.model)
-    with TemporaryDirectory() as folder:
-        plain = Path(folder) / "plain.gguf"
-        write_plain(model, plain, given.model)
-        high = engine.loss(plain, test)
-        print(f"high precision: {high:.4f} nats, {given.windows} windows of {CONTEXT} tokens")
-        for kind in given.types.split(","):
-            for name, found in compare(
-                engine, given, kind, Path(folder), plain, tokens, test
-            ).items():
-                print(f"{kind} {name}: {found - high:+.4f}", flush=True)
+@torch.no_grad()
+def torch_losses(folder: Path, path: Path, windows: Tensor) -> Tensor:
+    """What `LlamaCpp.losses` gives, by PyTorch in float32 with the weights of a GGUF file."""
+    model, file = load(folder), GgufFile(path)
+    file.dtype = torch.float32
+    for name, parameter in model.named_parameters():
+        value = file.read(name)
+        parameter.copy_(value.dequantize() if isinstance(value, LowbitTensor) else value)
+    found = []
+    for part in windows.split(8):
+        ids = part.to(model.device)
+        logits = model(input_ids=ids[:, :-1], use_cache=False).logits.transpose(1, 2)
+        losses = nn.functional.cross_entropy(logits, ids[:, 1:], reduction="none")
+        found.append(losses.double().mean(1).cpu())
+    return torch.cat(found)
 
 
-def compare(
+def files(
     engine: LlamaCpp,
     given: Any,
     kind: str,
     folder: Path,
     plain: Path,
-    tokens: dict[str, Tensor],
-    test: Tensor,
-) -> dict[str, float]:
-    """Losses in llama.cpp by name of the method."""
-    found: dict[str, float] = {}
-    theirs, ours = folder / "theirs.gguf", folder / "ours.gguf"
+    train: Tensor,
+) -> Iterator[tuple[str, Path]]:
+    """Write one file after another: the name of its method, and its path."""
+    types: dict[str, str] = {}
 
-    def write(steps: list[Step] | None, batches: list[Tensor]) -> float:
-        model = load(given.model)
+    def theirs(name: str, importance: Mapping[str, Tensor] | None) -> tuple[str, Path]:
+        path = folder / f"{kind} {name}.gguf"
+        engine.quantize(plain, path, kind, importance)
+        found = types_of(path)
+        types.update(types or found)
+        if found != types:
+            print("types differ:", {k: (types[k], v) for k, v in found.items() if v != types[k]})
+        return name, path
+
+    def ours(name: str, steps: list[Step] | None, batches: list[Tensor]) -> tuple[str, Path]:
+        model, path = load(given.model), folder / f"{kind} {name}.gguf"
         schemes = {
             name.removesuffix(".weight"): lowbit.formats.gguf_scheme(t)
             for name, t in types.items()
@@ -190,32 +198,111 @@ def compare(
         if steps is None:
             lowbit.quantize_(model, schemes, scales="searched")
         else:
-            lowbit.calibrate(model, schemes, batches, steps=steps, held_out=[])
-        lowbit.export(model, ours, "gguf", tokenizer=given.model, overwrite=ours.exists())
-        return engine.loss(ours, test)
+            lowbit.calibrate(model, schemes, batches, steps=steps, cache=None, held_out=[])
+        lowbit.export(model.cpu(), path, "gguf", tokenizer=given.model)
+        return name, path
 
-    engine.quantize(plain, theirs, kind, None)
-    types = types_of(theirs)
-    found["llama.cpp"] = engine.loss(theirs, test)
-    found["lowbit, searched"] = write(None, [])
+    yield theirs("llama.cpp", None)
     for draw in range(given.draws):
-        g = torch.Generator().manual_seed(draw)
-        train = tokens["train"]
+        g, length = torch.Generator().manual_seed(draw), given.context
         batches = []
         for _ in range(given.batches):
-            at = torch.randint(len(train) - CONTEXT, (8,), generator=g)
-            batches.append(torch.stack([train[i : i + CONTEXT].long() for i in at.tolist()]))
-        importance = mean_squares(load(given.model), batches)
-        engine.quantize(plain, theirs, kind, importance)
-        if types_of(theirs) != types:
-            print(
-                "types differ:",
-                {k: (types[k], v) for k, v in types_of(theirs).items() if v != types[k]},
+            at = torch.randint(len(train) - length, (8,), generator=g)
+            batches.append(torch.stack([train[i : i + length].long() for i in at.tolist()]))
+        model = load(given.model)
+        batches = [batch.to(model.device) for batch in batches]
+        yield theirs(f"llama.cpp, importance {draw}", mean_squares(model, batches))
+        for name, step in (("GPTQ()", GPTQ()), ("Search()", Search())):
+            yield ours(f"lowbit, {name} {draw}", [step], batches)
+    yield ours("lowbit, searched", None, [])
+
+
+def of_run(run_folder: Path, folder: Path) -> dict[str, Tensor]:
+    """Write the trained model of a run to `folder`, as one of transformers. Returns its tokens."""
+    run = open_run(run_folder)
+    hf_model(run).save_pretrained(folder)
+    shutil.copy(run.folder.data / "tokenizer.json", folder)
+    return {"train": run.data.train, "test": run.data.heldout}
+
+
+def windows_of(tokens: Tensor, count: int, length: int) -> Tensor:
+    """int64 [count, length], evenly spread over the text."""
+    starts = torch.linspace(0, len(tokens) - length - 1, count).long()
+    return torch.stack([tokens[i : i + length].long() for i in starts.tolist()])
+
+
+def beside(losses: Tensor, others: Tensor) -> str:
+    """The mean difference, with its 95% interval over windows."""
+    difference = losses - others
+    half = 1.96 * float(difference.std()) / len(difference) ** 0.5
+    return f"{float(difference.mean()):+.5f} ± {half:.5f}"
+
+
+class Compared:
+    """Prints what each file loses by one program, beside the float32 file and llama.cpp's own of the same types."""
+
+    def __init__(self, program: str, losses: Callable[[Path], Tensor], plain: Path) -> None:
+        self.program, self.losses, self.high = program, losses, losses(plain)
+        self.first: dict[str, Tensor] = {}
+        count = f"{len(self.high)} windows"
+        print(
+            f"high precision in {program}: {float(self.high.mean()):.4f} nats, {count}", flush=True
+        )
+
+    def add(self, kind: str, name: str, path: Path) -> None:
+        found = self.losses(path)
+        first = self.first.setdefault(kind, found)
+        more = "" if found is first else f"; less llama.cpp's {beside(found, first)}"
+        print(f"{self.program}: {kind} {name}: {beside(found, self.high)}{more}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser("benchmarks.gguf_files", description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("model", type=Path)
+    add("--tokens", type=Path)
+    add("--types", default="Q4_K_M,Q2_K")
+    add("--windows", type=int, default=160, help="that llama.cpp reads (%(default)s)")
+    add("--torch-windows", type=int, default=0, help="that PyTorch reads (%(default)s)")
+    add("--context", type=int, default=128, help="tokens of a window (%(default)s)")
+    add("--threads", type=int, default=1, help="of llama.cpp (%(default)s)")
+    add("--draws", type=int, default=3)
+    add("--batches", type=int, default=16, help="of 8 windows, to calibrate (%(default)s)")
+    given = parser.parse_args()
+    engine = LlamaCpp(given.threads)
+    with TemporaryDirectory() as name, ThreadPoolExecutor(1) as beside_the_gpu:
+        folder = Path(name)
+        if given.tokens:
+            tokens = torch.load(given.tokens)
+        else:
+            tokens = of_run(given.model, folder / "model")
+            given.model = folder / "model"
+        test, more = (
+            windows_of(tokens["test"], count, given.context)
+            for count in (given.windows, max(given.torch_windows, 1))
+        )
+        plain = folder / "plain.gguf"
+        write_plain(load(given.model).cpu(), plain, given.model)
+        in_torch: Compared | None = None
+        if given.torch_windows:
+            in_torch = Compared(
+                "PyTorch", lambda path: torch_losses(given.model, path, more), plain
             )
-        found[f"llama.cpp, importance {draw}"] = engine.loss(theirs, test)
-        for name, step in (("Search()", Search()), ("GPTQ()", GPTQ())):
-            found[f"lowbit, {name} {draw}"] = write([step], batches)
-    return found
+        made = beside_the_gpu.submit(
+            Compared, "llama.cpp", lambda path: engine.losses(path, test), plain
+        )
+        waited = []
+        for kind in given.types.split(","):
+            for method, path in files(engine, given, kind, folder, plain, tokens["train"]):
+                if in_torch:
+                    in_torch.add(kind, method, path)
+                waited.append(
+                    beside_the_gpu.submit(
+                        lambda *file: made.result().add(*file), kind, method, path
+                    )
+                )
+        for each in waited:
+            each.result()
 
 
 if __name__ == "__main__":

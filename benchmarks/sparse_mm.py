@@ -4,15 +4,18 @@
 
 y = x wᵀ with w [N, K], two of each four neighbours 0. Dense: cuBLAS in bfloat16, lowbit's `scaled_mm` in int8 and
 float8, with a scale for each token and each output. Sparse: cuSPARSELt (`torch._cslt_sparse_mm`, with the algorithm
-that its search finds, and in int8 a scale for each output), the same followed by the scales of tokens, which it does
-not take, and CUTLASS (`torch._sparse_semi_structured_linear`; bare int32 sums for int8, no float8). Each is compared
-with the product in float32 before it is timed. GPU times of a CUDA graph with cold caches; a "*" marks a product that
-no graph captures, and then the time holds the host's part.
+that its search finds, and in int8 a scale for each output), the same followed by the scales that it does not take, of
+tokens, in float8 of outputs too, and CUTLASS (`torch._sparse_semi_structured_linear`; bare int32 sums for int8, no
+float8). The second table has inputs in bfloat16 and weights of lowbit: dense, and with `Prune24(compressed=True)`.
+
+Each is compared with the product in float32 before it is timed. GPU times of a CUDA graph with cold caches; a "*" marks
+a product that no graph captures, and then the time holds the host's part.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +24,20 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import lowbit
 from benchmarks.cases.operands import codes_of_normals
 from benchmarks.registry import Candidate
 from benchmarks.timing import measure
 from lowbit.inference.calibration.columns import two_of_four
+from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
 
 E4M3 = torch.float8_e4m3fn
 KINDS = {"int8": torch.int8, "float8": E4M3, "bf16": torch.bfloat16}
+STORED = {
+    "int4": lowbit.IntxWeightOnly(4, 128, "symmetric"),
+    "int8": lowbit.Int8WeightOnly(),
+    "float8": lowbit.Float8WeightOnly(),
+}
 Made = tuple[Callable[..., Tensor], Callable[[Tensor, Tensor], tuple[Any, ...]]]
 """The product, and what makes its arguments of x and w."""
 
@@ -64,12 +74,19 @@ def cusparselt(x: Tensor, w: Tensor) -> Made:
 
 
 def scaled_cusparselt(x: Tensor, w: Tensor) -> Made:
-    """What a layer needs: the product, then the scale of each token."""
+    """What a layer needs: the product, then the scale of each token, and in float8 of each output."""
     if x.dtype is torch.bfloat16:
         raise ValueError("16 bits have no scales")
     run, pack = cusparselt(x, w)
-    scale = torch.ones(len(x), 1, device="cuda")
+    scale, of_outputs = torch.ones(len(x), 1, device="cuda"), torch.ones(len(w), device="cuda")
+    if x.dtype is E4M3:
+        return lambda packed, x: _by_both(run(packed, x), scale, of_outputs), pack
     return lambda packed, x: run(packed, x).mul_(scale), pack
+
+
+@torch.compile(dynamic=True)
+def _by_both(y: Tensor, of_tokens: Tensor, of_outputs: Tensor) -> Tensor:
+    return (y * of_tokens * of_outputs).to(y.dtype)
 
 
 def cutlass(x: Tensor, w: Tensor) -> Made:
@@ -106,14 +123,41 @@ def timed(make: Callable[[Tensor, Tensor], Made], sizes: tuple[int, int, int], k
     def fresh() -> tuple[Any, ...]:
         return pack(*operands(n, k, m, KINDS[kind]))
 
-    moved = x.element_size() * (x.numel() + w.numel()) + 2 * m * n
+    return microseconds(run, fresh, x.element_size() * (x.numel() + w.numel()) + 2 * m * n)
+
+
+def microseconds(run: Callable[..., Tensor], fresh: Callable[[], Any], moved: int) -> str:
     for graph in (True, False):
         try:
-            candidate = Candidate(make.__name__, run, fresh, moved, graph=graph)
+            candidate = Candidate("", run, fresh, moved, graph=graph)
             return f"{measure(candidate, 10).median * 1e6:.1f}{'' if graph else '*'}"
         except RuntimeError:
             torch.cuda.synchronize()
     return "not timed"
+
+
+def stored(sizes: tuple[int, int, int], scheme: lowbit.Scheme) -> list[str]:
+    """Microseconds of a linear with the dense weight, and with the compressed one."""
+    n, k, m = sizes
+
+    def made(compressed: bool) -> tuple[Tensor, Any]:
+        x, w = operands(n, k, m, torch.bfloat16)
+        layer = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=torch.bfloat16)
+        layer.weight = torch.nn.Parameter(w)
+        lowbit.quantize_(layer, scheme, scales="minmax")
+        weight: Any = layer.weight
+        return x, Sparse24Tensor.of_dense(weight) if compressed else weight
+
+    cells = []
+    for fresh in (functools.partial(made, False), functools.partial(made, True)):
+        x, weight = fresh()
+        expected = x.float() @ weight.dequantize().float().T
+        error = float((F.linear(x, weight).float() - expected).norm() / expected.norm())
+        if error < 1e-2:
+            cells.append(microseconds(F.linear, fresh, n * k + 2 * m * (n + k)))
+        else:
+            cells.append(f"wrong: {error:.1e}")
+    return cells
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -129,6 +173,14 @@ def main(arguments: list[str] | None = None) -> int:
         for kind in KINDS:
             for m in map(int, options.rows.split(",")):
                 cells = [timed(make, (n, k, m), kind) for make in WAYS]
+                print(f"| {n} x {k} | {m} | {kind} | {' | '.join(cells)} |", flush=True)
+    print("| N x K | M | weights | dense | compressed |")
+    print("|---|--:|---|--:|--:|")
+    for shape in options.shapes.split(","):
+        n, k = map(int, shape.split("x"))
+        for kind, scheme in STORED.items():
+            for m in map(int, options.rows.split(",")):
+                cells = stored((n, k, m), scheme)
                 print(f"| {n} x {k} | {m} | {kind} | {' | '.join(cells)} |", flush=True)
     return 0
 

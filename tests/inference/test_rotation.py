@@ -196,6 +196,29 @@ def test_autocast_of_the_user_changes_nothing() -> None:
         assert torch.equal(p, q)
 
 
+def test_tf32_of_the_user_changes_nothing() -> None:
+    """Rotations are compared in full precision, which the user's setting outlives."""
+    model, plain = (built(llama, torch.float32) for _ in range(2))
+    multiplies = torch.backends.cuda.matmul
+
+    def in_tf32(module: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+        """What a GPU gives by TF32, with 10 bits of each value."""
+        return output.half().float() if multiplies.fp32_precision == "tf32" else None
+
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_hook(in_tf32)
+    try:
+        torch.set_float32_matmul_precision("high")
+        found = folded(model)
+        assert multiplies.fp32_precision == "tf32"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    assert found == folded(plain)
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(p, q)
+
+
 def test_a_norm_that_adds_one() -> None:
     model = built(Gemma)
     plain = copy.deepcopy(model)

@@ -50,8 +50,9 @@ def fold_rotations(model: nn.Module, wanted: Collection[int], batches: Batches) 
     whatever linears make the input of others without a nonlinear function between. Returns a note for the report by the
     id of each linear whose input is rotated.
 
-    Weights of 16 bits are float32 meanwhile, and rounded once. After an error the model is as it was. Takes the memory
-    of a copy of the model.
+    Weights of 16 bits are float32 meanwhile, and rounded once. Products of float32 have full precision, whatever
+    `torch.set_float32_matmul_precision` says. After an error the model is as it was. Takes the memory of a copy of the
+    model.
 
     Args:
         wanted: ids of the linears whose inputs are to be rotated.
@@ -68,6 +69,7 @@ def fold_rotations(model: nn.Module, wanted: Collection[int], batches: Batches) 
     ):
         for device in {p.device.type for p in model.parameters()}:
             stack.enter_context(torch.autocast(device, enabled=False))
+        stack.enter_context(_full_float32())
         batches = Batches(_in_float32(batch) for batch in batches)
         before = [_projected(model, batch) for batch in batches]
         notes = _fold_stream(model, batches)
@@ -79,6 +81,21 @@ def fold_rotations(model: nn.Module, wanted: Collection[int], batches: Batches) 
                     f"0. {_WAY_OUT}"
                 )
     return notes
+
+
+@contextmanager
+def _full_float32() -> Iterator[None]:
+    """No TF32 or bfloat16 inside products of float32, which change inputs by more than comparisons allow."""
+    own: Any = torch.backends
+    kinds: list[Any] = [own.cuda.matmul, own.cudnn.conv, own.mkldnn.matmul, own.mkldnn.conv]
+    before = [kind.fp32_precision for kind in kinds]
+    try:
+        for kind in kinds:
+            kind.fp32_precision = "ieee"
+        yield
+    finally:
+        for kind, precision in zip(kinds, before, strict=True):
+            kind.fp32_precision = precision
 
 
 # ---- what a model computes, and what it computes where outputs are turned -------------------------------------------
