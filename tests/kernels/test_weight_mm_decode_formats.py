@@ -122,6 +122,21 @@ def test_cuda_tokens_are_rounded_to_float8(
     own.check(product(own.tensors))
 
 
+@on_cpu
+@pytest.mark.parametrize("m", [2, 5])
+@pytest.mark.parametrize("format", ["int2", "int4-value", "uint8", "mxfp4", "float8_e4m3fn"])
+def test_tokens_of_very_different_sizes(format: str, m: int) -> None:
+    """Each token is scaled by its own power of two; zeros stay zeros, and infinity stays with its token."""
+    product = Product(NAMED[format], m, 136, 640)
+    product.ends = torch.zeros(136).bfloat16(), torch.zeros(m, 136).bfloat16()
+    product.x *= torch.tensor([2.0**-100, 2.0**100, 1, 1, 1])[:m, None]
+    product.x[3:4], product.x[4:5, 7] = 0, float("inf")
+    out, exact = product.emulated(), product.exact()
+    error = (out.double() - exact)[:3].norm(dim=1)
+    assert (error <= 2.5e-3 * exact[:3].norm(dim=1)).all()
+    assert (out[3:4] == 0).all() and not out[4:5].isfinite().any()
+
+
 @pytest.mark.cover("values", format=lambda f: f.axes)
 @on_cpu
 @pytest.mark.parametrize("m", [1, 5])

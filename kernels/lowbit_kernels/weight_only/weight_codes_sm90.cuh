@@ -19,10 +19,16 @@ static constexpr int SCALE_SIZE = SCALE == FP32 ? 4 : SCALE == E8M0 || SCALE == 
 static constexpr int ZERO_SIZE = ZERO == NONE ? 0 : ZERO == VALUE ? SCALE_SIZE : 1;
 static constexpr int MIDDLE = 1 << (BITS - 1);
 static constexpr bool IS_BF16_E4M3 = CODES == E4M3 && X == BF16;
-// Whether mma multiplies the codes + an offset (136 at 4 bits), and (offset + zero point) times the sum of x is
-// subtracted from the unit's sum. The only loss is that of float32 sums that are larger by this offset. Otherwise the
-// offset is subtracted from each code.
-static constexpr bool FOLD = CODES == INT && X == BF16 && UNITS == 1 && SCALING != IN_CODES;
+static constexpr bool IS_INTEGER = CODES == INT || CODES == INT8 || CODES == UINT8;
+// Whether mma multiplies the bits of codes as numbers, which SCALES_X makes up for: in bf16 an integer in the lowest 8 bits
+// is a multiple of 2^-133, exactly, whether it is subnormal or not. The bits of E2M1 stand for 2^-126 of a number, and
+// those of E4M3 for 2^-120. For 16 tokens of 8 bits registers are too few for the sums of x that integers then need.
+static constexpr bool AS_BITS = SCALES_X && X == BF16 && SCALING != IN_CODES && (BITS < 8 || TOKENS <= 8) &&
+                                (IS_INTEGER ? UNITS == 1 : CODES == E2M1 || CODES == E4M3);
+// Whether mma multiplies the codes + an offset (8 at 4 bits, or 136 without AS_BITS), and (offset + zero point) times the
+// sum of x is subtracted from the unit's sum. The only loss is that of float32 sums that are larger by this offset.
+// Otherwise the offset is subtracted from each code.
+static constexpr bool FOLD = IS_INTEGER && X == BF16 && UNITS == 1 && SCALING != IN_CODES && (CODES == INT || AS_BITS);
 static constexpr int TABLE_STEP = BITS == 4 ? 256 : 128;  // bytes from pair to pair of a table
 // Whether a product with the scale also makes numbers of the bits that `e2m1_of` moves.
 static constexpr bool IS_MOVED = CODES == E2M1 && SCALING == IN_CODES && SCALE == E4M3;
@@ -39,11 +45,16 @@ DEVICE uint32 subtract(uint32 a, uint32 b) {
     else return subtract_bf16x2(a, b);
 }
 
-// The lowest bit, in a half register, of the codes of pair `i` of INT: where `unpack` takes them without a shift.
-DEVICE constexpr int place_of(int i) { return BITS == 1 ? i : BITS == 2 ? i % 3 * 2 : BITS == 3 ? i % 2 * 3 : 0; }
+// The lowest bit, in a half register, of the codes of pair `i`: where `unpack` takes them without a shift.
+DEVICE constexpr int place_of(int i) {
+    if (CODES != INT) return 0;
+    if (AS_BITS && (BITS == 2 || BITS == 4)) return BITS * i % 8;
+    return BITS == 1 ? i : BITS == 2 ? i % 3 * 2 : BITS == 3 ? i % 2 * 3 : 0;
+}
 
 // A number of X whose bit `place` counts 1, in both halves; `unpack` puts the codes of INT into its lowest bits.
 DEVICE constexpr uint32 base_of(int place) {
+    if (AS_BITS) return 0;
     return (X == FP16 ? 25 - place << 10 : 134 - place << 7) * 0x10001u;
 }
 
@@ -51,7 +62,7 @@ DEVICE constexpr uint32 base_of(int place) {
 // the codes + the zero point; for 8 bits in fp16: 1024 + 128 + the zero point. 8 bits in bf16 need only the zero point,
 // converted.
 DEVICE uint32 offset_of(int zero_point, int i) {
-    if constexpr (CODES == INT) return base_of(place_of(i)) + ((zero_point + MIDDLE) * 0x10001 << place_of(i));
+    if constexpr (CODES == INT || AS_BITS) return base_of(place_of(i)) + ((zero_point + MIDDLE) * 0x10001 << place_of(i));
     else if constexpr (X == FP16) return zero_point * 0x10001 + 0x64806480;
     else return to_bf16x2((float)zero_point, (float)zero_point);
 }
@@ -68,13 +79,13 @@ DEVICE void align(uint32 (&pairs)[PAIRS], Word word) {
         const uint32 both = low * 0x1001;  // `low` is a byte
         pairs[0] = pairs[1] = pairs[2] = pairs[3] = both;
     } else if constexpr (BITS == 2) {  // `low` has a byte in each half
-        pairs[0] = pairs[1] = pairs[2] = low, pairs[3] = low >> 6;
+        pairs[0] = pairs[1] = pairs[2] = low, pairs[3] = AS_BITS ? low : low >> 6;
     } else if constexpr (BITS == 3) {
         const uint32 both = permute(low, low << 4, 0x7610);
         pairs[0] = pairs[1] = both, pairs[2] = pairs[3] = both >> 6;
     } else if constexpr (BITS == 4) {
 #pragma unroll
-        for (int i = 0; i < PAIRS; ++i) pairs[i] = low >> 4 * i;
+        for (int i = 0; i < PAIRS; ++i) pairs[i] = low >> (AS_BITS ? i / 2 * 8 : 4 * i);
     } else {  // the first four codes, and the other four, in two bytes that hold two or one of them
         const uint32 last = shift_out(low, word.high, 4 * BITS);
 #pragma unroll
@@ -90,7 +101,7 @@ DEVICE void align(uint32 (&pairs)[PAIRS], Word word) {
 // moves the sign and the other bits to those of bf16, which are 2^-126 of the number.
 DEVICE uint32 e2m1_of(uint32 codes, uint32 factor) {
     const uint32 moved = codes * factor & 0x81c081c0;
-    return IS_MOVED ? moved : multiply_bf16x2(moved, 0x7e807e80);
+    return IS_MOVED || AS_BITS ? moved : multiply_bf16x2(moved, 0x7e807e80);
 }
 
 // The numbers of the two codes of 4 bits in byte `i`, from the table of `write_table`.
@@ -128,7 +139,8 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], Word word, int zero_point, const unsi
         const uint32 own = word.low;
         pairs[0] = masked_or(own << 8, 0x80008000, own << 4 & 0x07f007f0);
         pairs[1] = masked_or(own, 0x80008000, own >> 4 & 0x07f007f0);
-        pairs[0] = multiply_bf16x2(pairs[0], 0x7b807b80), pairs[1] = multiply_bf16x2(pairs[1], 0x7b807b80);
+        if constexpr (!AS_BITS)
+            pairs[0] = multiply_bf16x2(pairs[0], 0x7b807b80), pairs[1] = multiply_bf16x2(pairs[1], 0x7b807b80);
     } else {
         const uint32 offset = offset_of(zero_point, 0);
 #pragma unroll
@@ -138,6 +150,8 @@ DEVICE void unpack(uint32 (&pairs)[PAIRS], Word word, int zero_point, const unsi
                 pairs[i] = from_e4m3x2(own & 0xffff);
             } else if constexpr (X == FP16) {
                 pairs[i] = subtract(masked_xor(own, 0x00ff00ff, 0x64806480), offset);
+            } else if constexpr (AS_BITS) {
+                pairs[i] = masked_xor(own, 0x00ff00ff, 0x00800080);
             } else {  // (128 + the low 7 bits) - (128, or 256 with the sign bit, which is the exponent's last bit)
                 pairs[i] = subtract(masked_or(own, 0x007f007f, 0x43004300), masked_or(own, 0x00800080, 0x43004300));
                 if constexpr (ZERO == CODE || ZERO == UNSIGNED) pairs[i] = subtract(pairs[i], offset);

@@ -105,6 +105,12 @@ DEVICE int group_of(uint32 first, uint32 c, int unit) {
     else return ((first + c) * CHUNK + unit * UNIT) / SPAN - first * CHUNK / SPAN;
 }
 
+// The 1 of pair `i`'s codes, in both halves.
+DEVICE constexpr uint32 one_of(int i) {
+    if (AS_BITS) return IS_INTEGER ? 0x10001 << place_of(i) : 0x800080;
+    return X == FP16 ? 0x3c003c00 : 0x3f803f80;
+}
+
 // sums += the offsets of `unpack` (or ones) times x over words `first` .. `end` - 1, for the columns whose results a lane
 // has. All rows of the product are equal.
 template <bool ONES>
@@ -116,11 +122,63 @@ DEVICE void sum_x(float (&sums)[TILES][2], const Tokens &x, int first, int end) 
         for (int word = first; word < end; ++word)
 #pragma unroll
             for (int i = 0; i < PAIRS; i += 2) {
-                const uint32 one = X == FP16 ? 0x3c003c00 : 0x3f803f80;
-                const uint32 a = ONES ? one : offset_of(0, i), b = ONES ? one : offset_of(0, i + 1);
+                const uint32 a = ONES ? one_of(i) : offset_of(0, i), b = ONES ? one_of(i + 1) : offset_of(0, i + 1);
                 multiply(own, a, a, b, b, x[word][tile][i], x[word][tile][i + 1]);
             }
         sums[tile][0] = own[0], sums[tile][1] = own[1];
+    }
+}
+
+// Whether 2^100 times some x overflows, or is so small that sums would lose bits: x beyond 2^27, or only numbers whose squares
+// vanish in bf16, though not all are zeros.
+DEVICE bool is_rare(const Tokens (&x)[SETS], int tile) {
+    uint32 squares[4] = {}, bits = 0;
+#pragma unroll
+    for (int i = 0; i < SETS * 4; ++i)
+#pragma unroll
+        for (int pair = 0; pair < PAIRS; ++pair)
+            squares[i % 4] = fma_bf16x2(x[i / 4][i % 4][tile][pair], x[i / 4][i % 4][tile][pair], squares[i % 4]);
+#pragma unroll
+    for (int i = 1; i < 4; ++i) squares[0] = fma_bf16x2(squares[i], 0x3f803f80, squares[0]);
+    if (ballot(squares[0] == 0) != 0)
+#pragma unroll
+        for (int i = 0; i < SETS * 4; ++i)
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) bits |= x[i / 4][i % 4][tile][pair];
+    const bool is_small = bits_float(squares[0] << 16) < 0x1p54f && bits_float(squares[0] & 0xffff0000) < 0x1p54f;
+    return !is_small || (squares[0] == 0 && (bits & 0x7fff7fff) != 0);
+}
+
+// With BY_BITS: multiplies x by 2^100 and by a power of two for each pair's place. If a warp has rare numbers, each column
+// of mma has a power of its own, by which the exponent of its largest number becomes 126, or less if it was below 0.5.
+// `back`: 2^-7 times the reciprocals for a lane's columns of sums.
+DEVICE void scale_x(float (&back)[TILES][2], Tokens (&x)[SETS]) {
+    const int t = threadIdx.x % 4;
+#pragma unroll
+    for (int tile = 0; tile < TILES; ++tile) {
+        uint32 exponent = 153;
+        back[tile][0] = back[tile][1] = 0x1p26f;
+        if (ballot(is_rare(x, tile)) != 0) {
+            uint32 largest = 0;
+#pragma unroll
+            for (int i = 0; i < SETS * 4; ++i)
+#pragma unroll
+                for (int pair = 0; pair < PAIRS; ++pair)
+                    largest = larger_halves(largest, x[i / 4][i % 4][tile][pair] & 0x7fff7fff);
+            largest = max(largest >> 16, largest & 0xffff);
+            largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 1));
+            largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+            exponent = max(largest >> 7, 126u);
+#pragma unroll
+            for (int i = 0; i < 2; ++i) back[tile][i] = bits_float(__shfl_sync(0xffffffff, exponent, t * 8 + i * 4) << 23);
+        }
+#pragma unroll
+        for (int i = 0; i < SETS * 4; ++i)
+#pragma unroll
+            for (int pair = 0; pair < PAIRS; ++pair) {
+                uint32 &own = x[i / 4][i % 4][tile][pair];
+                own = multiply_bf16x2(own, (380 - exponent - place_of(pair)) * 0x800080);
+            }
     }
 }
 
@@ -147,6 +205,7 @@ DEVICE void multiply_words(float (&own)[TILES][4], const Tokens &x, const Word (
                            const unsigned char *scales, int rest, int limit) {
     const int t = threadIdx.x % 4;
     uint32 scale[2] = {};
+    float second[TILES][4] = {};
 #pragma unroll
     for (int word = first; word < end; ++word) {
         uint32 a[PAIRS], b[PAIRS];
@@ -171,8 +230,12 @@ DEVICE void multiply_words(float (&own)[TILES][4], const Tokens &x, const Word (
         for (int i = 0; i < PAIRS; i += 2)
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile)
-                multiply(own[tile], a[i], b[i], a[i + 1], b[i + 1], x[word][tile][i], x[word][tile][i + 1]);
+                multiply(word % CHAINS ? second[tile] : own[tile], a[i], b[i], a[i + 1], b[i + 1], x[word][tile][i],
+                         x[word][tile][i + 1]);
     }
+    if constexpr (CHAINS == 2)
+#pragma unroll
+        for (int i = 0; i < 4 * TILES; ++i) own[i / 4][i % 4] += second[i / 4][i % 4];
 }
 
 // The same as products of int8.
@@ -323,6 +386,11 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
         for (int word = 0; word < 4; ++word)
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) order_x<IN_ORDER || BY_INTEGERS>(x[set][word][tile]);
+    }
+    float back[TILES][2];
+    if constexpr (BY_BITS) scale_x(back, x);
+#pragma unroll
+    for (int set = 0; set < SETS; ++set) {
         x_sums[set].clear(), x_sums[set].add(x[set]);
     }
 
@@ -376,7 +444,10 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
         barrier_wait(shared_address(&shared.added[buffer]), ~round >> 1 & 1);
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
-            const float (&own)[4] = sums[i / TILES][i % TILES];
+            float (&own)[4] = sums[i / TILES][i % TILES];
+            if constexpr (BY_BITS)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) own[j] = multiply_exactly(own[j], back[i % TILES][j % 2]);
             shared.sums[buffer][warp % MEMBERS][i][lane] = Partial::of(own);
         }
         barrier_arrive(shared_address(&shared.summed[buffer]));

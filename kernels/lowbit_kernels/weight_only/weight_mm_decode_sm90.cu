@@ -33,6 +33,7 @@
 //   ROUNDS             NONE; or INT8 or E4M3: each token is rounded to codes with a scale of its own, token_scale. Groups
 //                      are then scaled BY_UNIT
 //   SOURCE             BF16 or FP16, the dtype of x in memory; X unless ROUNDS is E4M3
+//   SCALES_X           1: `scale_x` makes up for codes that are multiplied as they are (AS_BITS)
 //   EXACT              int8 by int8, one scale a row: the bits of float sums are int32 sums, and out is (float(sum) *
 //                      token_scale) * scale + bias, each operation rounded on its own
 //
@@ -59,6 +60,10 @@
 //
 // Small groups and few tokens (BY_COLUMN). A column of mma holds the x of one group, and zeros for the other groups. So
 // it sums up that group, and a lane scales its sums once for several groups, not once for each.
+//
+// Codes as numbers (AS_BITS). Instructions that unpack codes bind the kernel. In bf16 the lowest 8 bits of a number are an
+// integer times 2^-133, and mma multiplies such subnormal numbers exactly. So a mask takes codes of 4 bits from two places
+// of a word: 5 instructions for 8 codes, in place of 7. The kernel scales x up by powers of two, so that sums are normal.
 //
 // E2M1. A pair of codes takes 2.25 instructions of the integer units by arithmetic, which bind the kernel at one token,
 // and 1 by a look-up, whose loads alone take longer. With LOOK_UP half of the pairs are looked up.
@@ -102,6 +107,7 @@ struct Epilogue {
             scale[i] = EXACT && own < p.n ? number_at(p.scale, own) : 1.0f;
             if constexpr (CODES == TABLE) token_scale[i] *= UNIT_VALUE;
             if constexpr (IS_MOVED) token_scale[i] *= MOVED_UNIT;
+            if constexpr (BY_BITS) token_scale[i] *= BITS_UNIT;
             if (SCALE == E4M3 && p.global_scale) token_scale[i] = divide_exactly(token_scale[i], *p.global_scale);
         }
 #pragma unroll

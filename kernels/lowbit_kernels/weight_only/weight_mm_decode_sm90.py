@@ -4,8 +4,9 @@
 
 It takes at most 16 tokens and weights of 1 to 8 bits in the formats of `codes_format`, on GPUs of compute capability
 9.0: integers, float8 e4m3, and tables of up to 16 numbers. The weight is not rounded: codes minus zero points are exact
-in x's dtype, sums and scales are float32. Only numbers of a table are rounded to x's dtype, after a factor that makes
-them round well (`table_of`): NF4's to 7e-4 of their norm in bfloat16.
+in x's dtype, sums and scales are float32. bfloat16 x is multiplied by powers of two, which are undone in float32; only
+products below 2^-27 of a token's largest may be lost. Only numbers of a table are rounded to x's dtype, after a factor
+that makes them round well (`table_of`): NF4's to 7e-4 of their norm in bfloat16.
 
 With `WeightOperands.rounds` the kernel rounds x [m, k] to int8 or e4m3 codes with a scale a token, as `quantize_rowcol`
 does, and multiplies these. A launch of its own for that would take 2 to 3 us. With `WeightOperands.exact` as well, int8
@@ -561,7 +562,7 @@ def _x_map(operands: WeightOperands, plan: DecodeDivision) -> tuple[int, ...] | 
 def source(variant: DecodeVariant) -> str:
     """The CUDA C++ to compile."""
     macros = {name: value for name, value in asdict(variant).items() if value != ""}
-    return program(macros, *SM90, *PARTS)
+    return program({"scales_x": True, **macros}, *SM90, *PARTS)
 
 
 @nvrtc.variants

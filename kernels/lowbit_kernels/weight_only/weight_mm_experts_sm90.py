@@ -195,7 +195,7 @@ def _warps(tiles: int, width: int, tokens: int) -> tuple[int, int, int]:
 def source(variant: ExpertVariant) -> str:
     """The CUDA C++ to compile."""
     macros = {name: value for name, value in asdict(variant).items() if value != ""}
-    macros["look_up"] = False
+    macros["look_up"] = macros["scales_x"] = False
     own = "weight_only/weight_codes_sm90.cuh", "weight_only/weight_mm_experts_sm90.cu"
     return program(macros, *SM90, *own)
 
