@@ -243,6 +243,7 @@ static inline uint32 larger_halves(uint32 a, uint32 b) {
 static inline uint32 largest_magnitudes(uint32 a, uint32 b, uint32 c) {
     return larger_halves(larger_halves(a & 0x7fff7fff, b & 0x7fff7fff), c & 0x7fff7fff);
 }
+static inline uint32 largest_magnitudes_bf16(uint32 a, uint32 b, uint32 c) { return largest_magnitudes(a, b, c); }
 
 static inline uint32 byte_of(uint32 word, int i) { return word >> 8 * i & 255; }
 static inline uint32 shift_out(uint32 low, uint32 high, int bits) {

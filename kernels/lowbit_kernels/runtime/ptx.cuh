@@ -53,6 +53,9 @@ WORD_OF(multiply_half2, (unsigned int a, unsigned int b), "mul.rn.f16x2 %0, %1, 
 WORD_OF(largest_magnitudes, (unsigned int a, unsigned int b, unsigned int c),
         "{.reg .b32 x, y, z;\n abs.f16x2 x, %1;\n abs.f16x2 y, %2;\n abs.f16x2 z, %3;\n"
         " max.f16x2 x, x, y;\n max.f16x2 %0, x, z;}", "r"(a), "r"(b), "r"(c))
+WORD_OF(largest_magnitudes_bf16, (unsigned int a, unsigned int b, unsigned int c),
+        "{.reg .b32 x, y, z;\n abs.bf16x2 x, %1;\n abs.bf16x2 y, %2;\n abs.bf16x2 z, %3;\n"
+        " max.bf16x2 x, x, y;\n max.bf16x2 %0, x, z;}", "r"(a), "r"(b), "r"(c))
 
 // a * b + c of two packed numbers, rounded once; subnormal numbers are kept.
 WORD_OF(fma_bf16x2, (unsigned int a, unsigned int b, unsigned int c), "fma.rn.bf16x2 %0, %1, %2, %3;",

@@ -129,56 +129,31 @@ DEVICE void sum_x(float (&sums)[TILES][2], const Tokens &x, int first, int end) 
     }
 }
 
-// Whether 2^100 times some x overflows, or is so small that sums would lose bits: x beyond 2^27, or only numbers whose squares
-// vanish in bf16, though not all are zeros.
-DEVICE bool is_rare(const Tokens (&x)[SETS], int tile) {
-    uint32 squares[4] = {}, bits = 0;
-#pragma unroll
-    for (int i = 0; i < SETS * 4; ++i)
-#pragma unroll
-        for (int pair = 0; pair < PAIRS; ++pair)
-            squares[i % 4] = fma_bf16x2(x[i / 4][i % 4][tile][pair], x[i / 4][i % 4][tile][pair], squares[i % 4]);
-#pragma unroll
-    for (int i = 1; i < 4; ++i) squares[0] = fma_bf16x2(squares[i], 0x3f803f80, squares[0]);
-    if (ballot(squares[0] == 0) != 0)
-#pragma unroll
-        for (int i = 0; i < SETS * 4; ++i)
-#pragma unroll
-            for (int pair = 0; pair < PAIRS; ++pair) bits |= x[i / 4][i % 4][tile][pair];
-    const bool is_small = bits_float(squares[0] << 16) < 0x1p54f && bits_float(squares[0] & 0xffff0000) < 0x1p54f;
-    return !is_small || (squares[0] == 0 && (bits & 0x7fff7fff) != 0);
-}
-
-// With BY_BITS: multiplies x by 2^100 and by a power of two for each pair's place. If a warp has rare numbers, each column
-// of mma has a power of its own, by which the exponent of its largest number becomes 126, or less if it was below 0.5.
-// `back`: 2^-7 times the reciprocals for a lane's columns of sums.
+// Multiplies x by a power of two for each column of mma, whose largest number then has the exponent 126, or less if it was
+// below 0.5, and by one for each pair's place. `back`: 2^-7 of the reciprocals, without places, of a lane's columns of sums.
 DEVICE void scale_x(float (&back)[TILES][2], Tokens (&x)[SETS]) {
     const int t = threadIdx.x % 4;
 #pragma unroll
     for (int tile = 0; tile < TILES; ++tile) {
-        uint32 exponent = 153;
-        back[tile][0] = back[tile][1] = 0x1p26f;
-        if (ballot(is_rare(x, tile)) != 0) {
-            uint32 largest = 0;
+        uint32 largest = 0;
 #pragma unroll
-            for (int i = 0; i < SETS * 4; ++i)
+        for (int i = 0; i < SETS * 4; ++i)
 #pragma unroll
-                for (int pair = 0; pair < PAIRS; ++pair)
-                    largest = larger_halves(largest, x[i / 4][i % 4][tile][pair] & 0x7fff7fff);
-            largest = max(largest >> 16, largest & 0xffff);
-            largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 1));
-            largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 2));
-            exponent = max(largest >> 7, 126u);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) back[tile][i] = bits_float(__shfl_sync(0xffffffff, exponent, t * 8 + i * 4) << 23);
-        }
+            for (int pair = 0; pair < PAIRS; pair += 2)
+                largest = largest_magnitudes_bf16(largest, x[i / 4][i % 4][tile][pair], x[i / 4][i % 4][tile][pair + 1]);
+        largest = max(largest >> 16, largest & 0xffff);
+        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 1));
+        largest = max(largest, __shfl_xor_sync(0xffffffff, largest, 2));
+        const uint32 exponent = max(largest >> 7, 126u), factor = (380 - exponent) * 0x800080;
 #pragma unroll
         for (int i = 0; i < SETS * 4; ++i)
 #pragma unroll
             for (int pair = 0; pair < PAIRS; ++pair) {
                 uint32 &own = x[i / 4][i % 4][tile][pair];
-                own = multiply_bf16x2(own, (380 - exponent - place_of(pair)) * 0x800080);
+                own = multiply_bf16x2(own, factor - place_of(pair) * 0x800080);
             }
+#pragma unroll
+        for (int j = 0; j < 2; ++j) back[tile][j] = bits_float(__shfl_sync(0xffffffff, exponent, t * 8 + j * 4) << 23);
     }
 }
 
