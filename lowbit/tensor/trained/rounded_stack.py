@@ -25,7 +25,8 @@ def seen_by_experts(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
     """The FakeQuantizedTensor `weight` [E, N, K], or [E, K, N], by these scales, in its dtype."""
     if not _rounds_later(weight):
         return settled_by(weight, scale, zero)
-    if torch.is_grad_enabled() and weight.requires_grad:
+    trains = any(t is not None and t.requires_grad for t in (weight, scale, zero))
+    if torch.is_grad_enabled() and trains:
         return _Rounded.apply(weight, scale, zero)
     return RoundedStack(weight, scale, zero)
 
