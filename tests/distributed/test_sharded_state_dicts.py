@@ -448,6 +448,9 @@ def check_plain_values(rank, world_size):
         model = shard(model)
         set_model_state_dict(model, plain, options=told)
         check_loaded(model, expected, where)
+        held = {n: getattr(t, "dequantize", t.clone)() for n, t in expected.named_parameters()}
+        set_model_state_dict(model, held, options=told)
+        check_loaded(model, expected, where)
     return True
 
 

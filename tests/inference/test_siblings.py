@@ -110,6 +110,23 @@ def test_a_state_dict_of_qat() -> None:
         assert same_bits(weights(prepared)[name], weight)
 
 
+@over
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+def test_values_that_siblings_have_keep_their_bits(scheme: lb.Scheme, some: bool) -> None:
+    """Those of searched scales, which the values alone would not give."""
+    model = Block(0, torch.bfloat16)
+    lb.quantize_(model, scheme, scales="searched")
+    before = copy.deepcopy(model)
+    held = {name: p.dequantize() for name, p in weights(model).items()}
+    if some:
+        del held["attention.k_proj.weight"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(held, strict=False)
+    for name, weight in weights(model).items():
+        assert same_bits(weight, weights(before)[name]), name
+
+
 def test_one_without_the_others_is_told_of() -> None:
     model, plain = quantized(Block(0), lb.NVFP4WeightOnly()), Block(1).state_dict()
     del plain["attention.k_proj.weight"]
