@@ -109,9 +109,7 @@ def take_joined(
                 "have other scales; servers that merge these layers need one: load them together",
                 stacklevel=2,
             )
-        values = {
-            n: gathered(state_dict[prefix + n]).to(local(w).device) for n, w in given.items()
-        }
+        values = {n: gathered(state_dict[prefix + n]).to(local(w).device) for n, w in given.items()}
         if any(count_nonfinite(value) for value in values.values()):
             continue  # torch reports the error of the copy, with the name of the weight
         like = [held_locally(w)._with(shape=tuple(w.shape)) for w in given.values()]
