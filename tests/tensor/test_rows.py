@@ -374,3 +374,15 @@ def test_zeros_by_a_mask_keep_all_other_values(case) -> None:
         assert not t.dequantize()[[2, 5]].any()
         t.fill_(torch.zeros(()))
         assert not t.dequantize().any()
+
+
+@pytest.mark.gpu
+@over(FROZEN)
+def test_values_of_the_host_are_written_on_a_gpu(case) -> None:
+    t, new = case.make((16, 192)), torch.randn(16, 192)
+    found, expected = t.cuda(), t.cuda()
+    found.copy_(t.dequantize())
+    assert same_bits(found.cpu(), t)
+    found.copy_(new)
+    expected.copy_(new.cuda())
+    assert same_bits(found, expected)

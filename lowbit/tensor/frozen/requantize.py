@@ -56,7 +56,7 @@ def write_exactly(weight: Any, values: Tensor) -> bool:
     if weight.numel() == 0 or weight.is_meta or torch.compiler.is_compiling():
         return False
     found = []
-    for part, own in _row_chunks(weight, values.to(weight.device)):
+    for part, own in _row_chunks(weight, values):
         trial = part.clone()._with(dtype=own.dtype)
         write(trial, own)
         if not torch.equal(trial.dequantize(), own):
