@@ -21,7 +21,8 @@ from lowbit.numerics.sharded import held_locally
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import stored_shape
 from lowbit.tensor.core.dtensor import local
-from lowbit.tensor.core.parts import encoded, gathered, holds, is_plain_for
+from lowbit.tensor.core.parts import gathered, holds, is_plain_for
+from lowbit.tensor.core.state_dict import take_values
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.siblings import joint_part
@@ -93,7 +94,14 @@ def _around(weight: str) -> str:
 
 @torch.no_grad()
 def take_joined(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
 ) -> None:
     """The hook before loading: plain values of siblings become low-bit weights with a joint part of their scales.
     Siblings that have these values already keep their bits, as other weights do."""
@@ -117,4 +125,4 @@ def take_joined(
         joint = like[0].spec.joint_part(rows, like[0].scale.dtype)
         for name, value in values.items():
             own = joint.to(value.device)
-            state_dict[prefix + name] = encoded(given[name], value, prefix + name, own)
+            take_values(given[name], prefix + name, state_dict, value, errors, own)

@@ -141,6 +141,16 @@ def test_a_value_that_is_not_finite_is_named() -> None:
         model.load_state_dict(plain)
 
 
+def test_a_value_that_rounds_to_infinity_is_named() -> None:
+    scheme = SCHEMES["one float8 scale"]
+    model, plain = quantized(Block(0, torch.float16), scheme), Block(1, torch.float16).state_dict()
+    plain["attention.k_proj.weight"][0] = 65504 - 100 * torch.arange(72)
+    before = model.attention.k_proj.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"attention.k_proj.weight: \d+ values .* infinity"):
+        model.load_state_dict(plain)
+    assert same_bits(model.attention.k_proj.weight.detach(), before)
+
+
 def test_plain_values_by_assignment_stay_plain() -> None:
     model, plain = quantized(Block(0), lb.NVFP4WeightOnly()), Block(1)
     with warnings.catch_warnings():

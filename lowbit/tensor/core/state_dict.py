@@ -170,11 +170,7 @@ def take(
                     and share_over_ranks(param)
                     and not holds(param, value)
                 ):
-                    try:
-                        state_dict[key] = encoded(param, gathered(value), key)
-                    except ValueError as error:
-                        errors.append(f"{key}: {error}")
-                        state_dict[key] = _itself(param)
+                    take_values(param, key, state_dict, gathered(value), errors)
             else:
                 own = local(param)
                 entry = described(metadata, name)
@@ -226,6 +222,25 @@ def take_parts(
         state_dict[key] = _in_dtype_of(joined, entry) if assign else joined
     except ValueError as error:
         errors.append(str(error))
+        state_dict[key] = _itself(param)
+
+
+def take_values(
+    param: Tensor,
+    key: str,
+    state_dict: dict[str, Any],
+    whole: Tensor,
+    errors: list[str],
+    joint: Tensor | None = None,
+) -> None:
+    """Make plain values, `whole` and `joint` as for `encoded`, the entry of `param` in the state dict.
+
+    Appends a misfit to `errors`. `param` then stays unchanged.
+    """
+    try:
+        state_dict[key] = encoded(param, whole, key, joint)
+    except ValueError as error:
+        errors.append(f"{key}: {error}")
         state_dict[key] = _itself(param)
 
 
