@@ -228,7 +228,7 @@ class RoundingOfExperts(Rounding):
     the gradient of the weight, which rounding changes in place: a stack is the largest tensor of a model.
 
     Attributes:
-        turned: the experts lie in memory, and are rounded, as [E, N, K]. This is the weight that it gets.
+        turned: the weight is given as [E, N, K], as it lies in memory and is rounded; the product takes its transpose.
     """
 
     turned: bool = False

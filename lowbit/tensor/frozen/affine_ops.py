@@ -9,8 +9,7 @@ Arithmetic, which tools that merge adapters into a model do:
 Other writes quantize again, so a change smaller than half a quantization step is mostly lost. Each block keeps its
 scale unless a new one has the smaller error, so values that do not change keep their bits. A write to a part that
 shares scales with other values, such as columns of int8 rows, raises NotImplementedError, unless these scales give the
-new values exactly, as they give zeros. `lowbit.dequantize_(model)`
-before merging loses nothing.
+new values exactly, as they give zeros. `lowbit.dequantize_(model)` before merging loses nothing.
 """
 
 from __future__ import annotations

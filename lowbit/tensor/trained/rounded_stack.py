@@ -32,7 +32,7 @@ def seen_by_experts(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
 
 
 def _rounds_later(weight: Any) -> bool:
-    """Where one pass of a kernel rounds it, so that rounding again costs less than the memory."""
+    """True if one pass of a kernel rounds the weight: rounding again then costs less than the memory of a copy."""
     if torch.compiler.is_compiling() or in_transform() or tracer.active is not None:
         return False
     if weight.is_gathered or not weight.rounds_weight or weight.input_spec is not None:
@@ -85,10 +85,8 @@ class RoundedStack(LazyStack):
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
         weight, scale, zero = self.parts
         own = Values.apply(weight)
-        how = rounding_of(weight, own.dtype)
-        rounding = RoundingOfExperts(
-            how.weight, how.scale_dtype, None, how.absolute, self.is_turned
-        )
+        how = vars(rounding_of(weight, own.dtype))
+        rounding = RoundingOfExperts(**how, turned=self.is_turned)
         return RoundedLinear.apply(x, own, None, rounding, offsets, scale, zero)
 
     @classmethod
