@@ -186,7 +186,10 @@ def share_over_ranks(param: Tensor) -> bool:
     if not is_dtensor(param):
         return False
     places = placements_of_parts(param) or {}
-    scales = [where for name, where in places.items() if not name.startswith("input_")]
+    others = ("codes", "order", "place")
+    scales = [
+        where for n, where in places.items() if not n.startswith("input_") and n not in others
+    ]
     return any(where != list(param.placements) for where in scales)
 
 
