@@ -165,7 +165,8 @@ def _sizes(config: Mapping[str, Any], file: Path, why: str) -> DecoderSizes:
     if not config.get(width_name):
         width_name = "intermediate_size"
     inner = config.get(width_name)
-    if why if inner is None else not _is_size(inner):
+    is_measured = inner is None and not why
+    if not (is_measured or _is_size(inner)):
         wrong.append(width_name)
     if absent := [name for name in wrong if config.get(name) is None]:
         raise FormatError(

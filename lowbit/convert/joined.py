@@ -20,7 +20,9 @@ from lowbit.numerics.row_chunks import count_nonfinite
 from lowbit.numerics.sharded import held_locally
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import stored_shape
-from lowbit.tensor.core.parts import encoded, gathered, is_plain_for
+from lowbit.tensor.core.dtensor import local
+from lowbit.tensor.core.parts import gathered, holds, is_plain_for
+from lowbit.tensor.core.state_dict import take_values
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.siblings import joint_part
@@ -92,14 +94,22 @@ def _around(weight: str) -> str:
 
 @torch.no_grad()
 def take_joined(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, metadata: Any, *_: Any
+    module: nn.Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    metadata: dict[str, Any],
+    strict: bool,
+    missing: list[str],
+    unexpected: list[str],
+    errors: list[str],
 ) -> None:
-    """The hook before loading: plain values of siblings become low-bit weights with a joint part of their scales."""
+    """The hook before loading: plain values of siblings become low-bit weights with a joint part of their scales.
+    Siblings that have these values already keep their bits, as other weights do."""
     if metadata.get("assign_to_params_buffers"):
         return
     for family in frozen_families(module):
         given = {n: w for n, w in family.items() if is_plain_for(w, state_dict.get(prefix + n))}
-        if not given:
+        if all(holds(w, state_dict[prefix + n]) for n, w in given.items()):
             continue
         if lacking := [prefix + n for n in family if n not in given]:
             warnings.warn(
@@ -107,7 +117,7 @@ def take_joined(
                 "have other scales; servers that merge these layers need one: load them together",
                 stacklevel=2,
             )
-        values = {n: gathered(state_dict[prefix + n]) for n in given}
+        values = {n: gathered(state_dict[prefix + n]).to(local(w).device) for n, w in given.items()}
         if any(count_nonfinite(value) for value in values.values()):
             continue  # torch reports the error of the copy, with the name of the weight
         like = [held_locally(w)._with(shape=tuple(w.shape)) for w in given.values()]
@@ -115,4 +125,4 @@ def take_joined(
         joint = like[0].spec.joint_part(rows, like[0].scale.dtype)
         for name, value in values.items():
             own = joint.to(value.device)
-            state_dict[prefix + name] = encoded(given[name], value, prefix + name, own)
+            take_values(given[name], prefix + name, state_dict, value, errors, own)

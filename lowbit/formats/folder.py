@@ -99,7 +99,7 @@ def names_of_shards(config: Mapping[str, Any]) -> tuple[str, str]:
 
 def of_the_hub(path: Path) -> str:
     """How to get what may be a name of the Hub, "owner/model", to end an error about a path that does not exist."""
-    is_file = path.suffix in (".json", ".gguf")
+    is_file = path.suffix in (".json", ".gguf") or path.parts[:1] == ("..",)
     if is_file or path.exists() or path.is_absolute() or len(path.parts) != 2:
         return ""
     return (

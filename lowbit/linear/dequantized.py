@@ -15,6 +15,7 @@ from lowbit.linear.frozen.checks import (
     check_first_derivative,
     check_linear,
     flattened,
+    in_rows,
     remembered,
     unflattened,
 )
@@ -115,8 +116,7 @@ class GroupedValues:
     ) -> tuple[Tensor | None, Tensor | None]:
         weight, x, offsets = kept
         check_first_derivative(weight)
-        if grad.stride() != (grad.shape[1], 1):  # as of a sum, whose rows share their memory
-            grad = grad.clone(memory_format=torch.contiguous_format)
+        grad = in_rows(grad)
         of_x = of_weight = None
         if needs[0]:  # first, so that the values are gone before the gradient of the weight comes
             of_x = torch._grouped_mm(grad, weight.values_again(grad.dtype).mT, offs=offsets)

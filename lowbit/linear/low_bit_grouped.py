@@ -22,7 +22,7 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit.linear.dequantized import grouped_in_high_precision
-from lowbit.linear.frozen.checks import check_first_derivative
+from lowbit.linear.frozen.checks import check_first_derivative, in_rows
 from lowbit.linear.low_bit_linear import quantized_input
 from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.tracing import tracer
@@ -94,6 +94,7 @@ class GroupedOperands(NamedTuple):
     ) -> tuple[Tensor | None, Tensor | None]:
         offsets, weight, w_scale, *of_x = kept
         check_first_derivative(weight)
+        grad = in_rows(grad)
         scheme, note = self.scheme, self.note
         for_x, for_weight = needs[:2]
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight

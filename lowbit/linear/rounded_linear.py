@@ -16,7 +16,6 @@ With learned scales, the gradients of w, its scale and its zero point are those 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,7 +26,7 @@ from torch.nn import functional as F
 
 from lowbit.linear import fused_rounding
 from lowbit.linear.dequantized import grouped_gradient
-from lowbit.linear.frozen.checks import refuse_second_derivative, unflattened
+from lowbit.linear.frozen.checks import flattened, in_rows, refuse_second_derivative, unflattened
 from lowbit.linear.fused_rounding import fake_quantize, learned_fake_quantize
 from lowbit.linear.operands import Kept, RoundedLinear
 from lowbit.numerics.learned_scales import following, of_factors, qparams
@@ -229,7 +228,7 @@ class RoundingOfExperts(Rounding):
     the gradient of the weight, which rounding changes in place: a stack is the largest tensor of a model.
 
     Attributes:
-        turned: the experts lie in memory, and are rounded, as [E, N, K]. This is the weight that it gets.
+        turned: the weight is given as [E, N, K], as it lies in memory and is rounded; the product takes its transpose.
     """
 
     turned: bool = False
@@ -256,8 +255,7 @@ class RoundingOfExperts(Rounding):
         weight, x, offsets, *scales = kept
         scales = [*scales, None]
         refuse_second_derivative("a grouped product of rounded experts")
-        if grad.stride() != (grad.shape[1], 1):  # as of a sum, whose rows share their memory
-            grad = grad.clone(memory_format=torch.contiguous_format)
+        grad = in_rows(grad)
         learns = needs[1] or needs[5] or needs[6]
         of_x = of_weight = of_scale = of_zero = None
         found: Any = None
@@ -349,5 +347,4 @@ def rounded_linear(
     if compiling and rounding.activation is not None:
         x = fake_quantize(x, rounding.activation)
         rounding = replace(rounding, activation=None)
-    flat = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])  # -1 would not do for K = 0
-    return unflattened(RoundedLinear.apply(flat, weight, bias, rounding, *scales), x)
+    return unflattened(RoundedLinear.apply(flattened(x), weight, bias, rounding, *scales), x)

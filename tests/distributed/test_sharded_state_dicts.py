@@ -448,6 +448,23 @@ def check_plain_values(rank, world_size):
         model = shard(model)
         set_model_state_dict(model, plain, options=told)
         check_loaded(model, expected, where)
+        held = {n: getattr(t, "dequantize", t.clone)() for n, t in expected.named_parameters()}
+        set_model_state_dict(model, held, options=told)
+        check_loaded(model, expected, where)
+    for scheme in (
+        lowbit.Int8Weight(),
+        lowbit.Int4Weight(32),
+    ):  # by columns, a scale a row, and a group
+        model, expected = nn.Sequential(nn.Linear(128, 24)), nn.Sequential(nn.Linear(128, 24))
+        plain = {n: values(t.shape) for n, t in expected.named_parameters()}
+        expected.load_state_dict(plain)
+        for own in (model, expected):
+            lowbit.train.prepare_(own, scheme)
+        parallelize_module(model[0], init_device_mesh("cpu", (world_size,)), RowwiseParallel())
+        lowbit.train.locate_(model)
+        set_model_state_dict(model, plain, options=told)
+        found = model[0].weight.full_tensor().dequantize()
+        assert torch.equal(found, expected[0].weight.dequantize()), scheme
     return True
 
 

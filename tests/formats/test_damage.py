@@ -159,6 +159,8 @@ def test_no_folder_and_folders_of_no_model(tmp_path: Path) -> None:
             lowbit.load_pretrained(tmp_path / name, build())
     with pytest.raises(FormatError, match="`hf download owner/model --local-dir model`"):
         lowbit.load_pretrained("owner/model")
+    with pytest.raises(FormatError, match=r"with config\.json$"):
+        lowbit.load_pretrained("../model-that-is-not-there")
 
 
 def test_parts_of_lowbit_without_a_description(tmp_path: Path) -> None:

@@ -110,6 +110,23 @@ def test_a_state_dict_of_qat() -> None:
         assert same_bits(weights(prepared)[name], weight)
 
 
+@over
+@pytest.mark.parametrize("some", [False, True], ids=["all", "some"])
+def test_values_that_siblings_have_keep_their_bits(scheme: lb.Scheme, some: bool) -> None:
+    """Those of searched scales, which the values alone would not give."""
+    model = Block(0, torch.bfloat16)
+    lb.quantize_(model, scheme, scales="searched")
+    before = copy.deepcopy(model)
+    held = {name: p.dequantize() for name, p in weights(model).items()}
+    if some:
+        del held["attention.k_proj.weight"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(held, strict=False)
+    for name, weight in weights(model).items():
+        assert same_bits(weight, weights(before)[name]), name
+
+
 def test_one_without_the_others_is_told_of() -> None:
     model, plain = quantized(Block(0), lb.NVFP4WeightOnly()), Block(1).state_dict()
     del plain["attention.k_proj.weight"]
@@ -122,6 +139,16 @@ def test_a_value_that_is_not_finite_is_named() -> None:
     plain["attention.k_proj.weight"][3, 5] = torch.nan
     with pytest.raises(RuntimeError, match=r"k_proj(?s:.*)1 NaN or infinite"):
         model.load_state_dict(plain)
+
+
+def test_a_value_that_rounds_to_infinity_is_named() -> None:
+    scheme = SCHEMES["one float8 scale"]
+    model, plain = quantized(Block(0, torch.float16), scheme), Block(1, torch.float16).state_dict()
+    plain["attention.k_proj.weight"][0] = 65504 - 100 * torch.arange(72)
+    before = model.attention.k_proj.weight.detach().clone()
+    with pytest.raises(RuntimeError, match=r"attention.k_proj.weight: \d+ values .* infinity"):
+        model.load_state_dict(plain)
+    assert same_bits(model.attention.k_proj.weight.detach(), before)
 
 
 def test_plain_values_by_assignment_stay_plain() -> None:

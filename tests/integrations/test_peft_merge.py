@@ -19,6 +19,7 @@ from tests.schemes import relative_error
 
 peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
+from lowbit.interop.peft import merge  # noqa: E402
 from tests.integrations.test_peft import ADAPTERS, SCHEMES, TARGETS, base, trained, values  # noqa: E402
 
 every_scheme = pytest.mark.parametrize("scheme", SCHEMES)
@@ -202,7 +203,9 @@ def test_the_bytes_of_double_quantization() -> None:
 
 @pytest.mark.parametrize("kind", ["nvfp4", "float8 of a tensor"])
 @pytest.mark.parametrize("keep_base", [True, False])
-def test_siblings_make_room_for_a_large_adapter(kind: str, keep_base: bool) -> None:
+def test_siblings_make_room_for_a_large_adapter(
+    kind: str, keep_base: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One adapter reaches 30 times as far as what its weight shares with siblings, of which one has no adapter."""
     schemes = {
         "nvfp4": lb.NVFP4WeightOnly(),
@@ -223,7 +226,16 @@ def test_siblings_make_room_for_a_large_adapter(kind: str, keep_base: bool) -> N
     weights = (*weights, attention.v_proj.base_layer.weight)
     before = [w.detach().clone() for w in weights]
     target = exactly(model)
+    copies: list[int] = []
+    make_room = merge._Siblings.make_room
+    monkeypatch.setattr(
+        merge._Siblings,
+        "make_room",
+        lambda self, *args: copies.append(len(self.kept)) or make_room(self, *args),
+    )
     report = lowbit.peft.merge_(model, keep_base=keep_base)
+    if kind == "nvfp4":  # whose siblings lose nothing here
+        assert (max(copies) == 1) is not keep_base
     least = {"nvfp4": 18.0, "float8 of a tensor": 28.0}[kind]
     assert all(layer.snr > least for layer in report.layers), str(report)
     part = "global_scale" if kind == "nvfp4" else "scale"

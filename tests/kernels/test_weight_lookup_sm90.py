@@ -202,11 +202,8 @@ EMULATED = [
     ("int3", (16, 64, 4), {"split": 2}),
     ("int2", (64, 128, 2), {"rounded": False}),
     ("uint3", (128, 128, 2), {}),
-    (
-        "int5",
-        (256, 128, 2),
-        {"rounded": True, "split": 2},
-    ),  # rows of a chunk that end within 16 bytes
+    # rows of a chunk that end within 16 bytes
+    ("int5", (256, 128, 2), {"rounded": True, "split": 2}),
     ("int7", (256, 128, 2), {"rounded": True, "beside": 2}),
     ("int3-value", (256, 128, 2), {}),
 ]

@@ -132,11 +132,14 @@ OTHERS: dict[str, Product] = {
 }
 
 
+@pytest.mark.parametrize("trains", [True, False], ids=["weight", "scales alone"])
 @pytest.mark.parametrize("product", OTHERS)
 def test_other_operations_read_the_values(
-    product: str, kernel: None, monkeypatch: pytest.MonkeyPatch
+    product: str, trains: bool, kernel: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = [prepared("int4", OTHERS[product]) for _ in range(2)]
+    for model in made:
+        model.up.requires_grad_(trains)
     found, wanted = outcome(made[0]), rounded_before(made[1], monkeypatch)
     if product != "twice":  # two gradients of bfloat16 are added, each of them rounded
         assert_same(found, wanted)

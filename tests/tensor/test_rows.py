@@ -346,8 +346,11 @@ def test_a_part_takes_zeros_whatever_it_shares(case) -> None:
             continue  # a block has all 8 rows
         expected = t.dequantize().clone()
         expected[part] = 0
+        found = [t, t.clone()]
         t[part] = 0
-        assert torch.equal(t.dequantize(), expected), part
+        found[1][slice(1) if part == (0,) else part].zero_()  # a row is a copy
+        for written in found:
+            assert torch.equal(written.dequantize(), expected), part
         assert t.dequantize().any()
 
 
@@ -356,14 +359,31 @@ def test_zeros_by_a_mask_keep_all_other_values(case) -> None:
     """As pruning writes them, without the warning of values that are rounded."""
     for write in (
         lambda t, mask: t.masked_fill_(mask, 0),
+        lambda t, mask: t.masked_fill_(mask, torch.zeros(())),
         lambda t, mask: t.__setitem__(mask, 0),
+        lambda t, mask: t.__setitem__(mask, torch.zeros(int(mask.sum()), dtype=t.dtype)),
         lambda t, mask: t.mul_((~mask).to(t.dtype)),
     ):
-        t = case.make((8, 192))
+        t = case.make((8, 192)).to(torch.bfloat16)
         mask, expected = torch.rand(8, 192) > 0.5, t.dequantize()
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("error")
             write(t, mask)
+            write(case.make((0, 192)), mask[:0])
         assert torch.equal(t.dequantize(), expected.masked_fill(mask, 0))
-        t.zero_()
+        t.index_fill_(0, torch.tensor([2, 5]), 0)
+        assert not t.dequantize()[[2, 5]].any()
+        t.fill_(torch.zeros(()))
         assert not t.dequantize().any()
+
+
+@pytest.mark.gpu
+@over(FROZEN)
+def test_values_of_the_host_are_written_on_a_gpu(case) -> None:
+    t, new = case.make((16, 192)), torch.randn(16, 192)
+    found, expected = t.cuda(), t.cuda()
+    found.copy_(t.dequantize())
+    assert same_bits(found.cpu(), t)
+    found.copy_(new)
+    expected.copy_(new.cuda())
+    assert same_bits(found, expected)

@@ -203,3 +203,21 @@ def test_grouped_products_in_high_precision_keep_no_values(scheme, turned):
     low(own).sum().backward()
     wanted = exact.weight.detach().double().sum(1 if turned else 2)[[0] * 5 + [2] * 11]
     assert snr(own.grad, wanted) > 40
+
+
+@pytest.mark.parametrize("grad_input", [True, False])
+def test_the_gradient_of_a_sum(grad_input):
+    """Its rows share their memory."""
+    scheme = Int8Weight(True, grad_input, False, always=True)
+
+    def product(x, w):
+        return torch._grouped_mm(x, w.mT, offs=torch.tensor([5, 5, 16], dtype=torch.int32))
+
+    model = prepared(Experts(product, (3, 32, 64)).bfloat16(), scheme)
+    found = []
+    for upstream in (torch.ones(16, 32).bfloat16(), torch.ones(()).bfloat16().expand(16, 32)):
+        x = values(16, 64).bfloat16().requires_grad_()
+        model.weight.grad = None
+        model(x).backward(upstream)
+        found.append((x.grad, model.weight.grad))
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

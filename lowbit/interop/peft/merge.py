@@ -46,7 +46,7 @@ from lowbit.tensor.trained.trainable import TrainableTensor
 CLIPPED = 1.01
 """How far a sum may be beyond what the scales of siblings reach. Rounding moves the largest value by more."""
 LEAST = 20.0
-"""The signal-to-noise ratio, in dB, that siblings of a large sum keep: that of rounding to 4 bits."""
+"""The least signal-to-noise ratio, in dB, that siblings of a large sum keep: that of rounding to 4 bits."""
 
 
 def merge_(
@@ -73,8 +73,9 @@ def merge_(
     Raises:
         TypeError: `model` is not a module; batches or steps of another kind; steps without batches.
         ValueError: no layer of PEFT; adapters that are merged already; NaN or infinite adapters; sums that round to
-            infinity in the dtype of the weight; no batches, or empty ones; steps that change the model in high
-            precision, such as AWQ. The model is then as it was.
+            infinity in the dtype of the weight, or so large that siblings, which share a part of their scales with
+            them, would keep less than 20 dB; no batches, or empty ones; steps that change the model in high precision,
+            such as AWQ. The model is then as it was.
         NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them from
             `Int8Weight`; with batches, weights that no step rounds: of convolutions, act-order, rotated, tied or
             sharded ones. The model then stays unchanged.
@@ -169,7 +170,7 @@ class _Siblings:
     Attributes:
         weights: one that is merged among them.
         kept: gets them as they are before they change.
-        lost: the norm of what each loses by a scale that is too large for it.
+        lost: gets the norm of what each loses by a scale that is too large for it, if that is anything.
     """
 
     weights: list[Any]
@@ -191,9 +192,9 @@ class _Siblings:
         for each in joined:
             before = values_of(each)
             widen(each, factor)
-            if each is not weight:
-                change = (values_of(each) - before).double().norm()
-                self.lost[each] = self.lost.get(each, 0.0) + float(change)
+            change = float((values_of(each) - before).double().norm())
+            if change and each is not weight:
+                self.lost[each] = self.lost.get(each, 0.0) + change
 
 
 def _check_lost(model: nn.Module, lost: dict[Any, float]) -> None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.linear.frozen.checks import check_first_derivative
+from lowbit.linear.frozen.checks import check_first_derivative, in_rows
 from lowbit.linear.operands import Kept, RoundedLinear
 
 MULTIPLE = 8
@@ -74,8 +74,7 @@ class AdaptedOperands(NamedTuple):
     ) -> tuple[Tensor | None, ...]:
         offsets, weight, a, b, x, t = kept
         check_first_derivative(weight)
-        if grad.stride() != (grad.shape[1], 1):  # as of a sum, whose rows share their memory
-            grad = grad.clone(memory_format=torch.contiguous_format)
+        grad = in_rows(grad)
         dx = da = db = None
         if needs[0] or needs[5]:
             of_t = torch._grouped_mm(grad, _readable(b.mT), offs=offsets).mul_(self.scale)

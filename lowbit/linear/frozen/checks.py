@@ -152,6 +152,14 @@ def flattened(x: Tensor) -> Tensor:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
+def in_rows(grad: Tensor) -> Tensor:
+    """The gradient [M, N] of a grouped product, with dense rows, as torch's grouped products take it. In the gradient
+    of a sum, rows share their memory."""
+    if grad.stride() == (grad.shape[1], 1):
+        return grad
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
 def unflattened(y: Tensor, x: Tensor) -> Tensor:
     """The product y [M, N] of a flattened input as [..., N], where x is [..., K]; no view, of which FSDP2 warns."""
     return y if x.ndim == 2 else torch.ops.aten._unsafe_view.default(y, [*x.shape[:-1], y.shape[1]])

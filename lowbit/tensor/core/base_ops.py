@@ -64,6 +64,7 @@ def copy_(func: Any, args: Any, kwargs: Any) -> Tensor:
         return dst
     meta: dict[str, Any] = {}
     if not isinstance(src, LowbitTensor):
+        src = src.to(dst.device)
         if dst.holds(src) or (dst.shares and dst._write_exactly(src)):
             return dst
         source = dst._encode(src)

@@ -1,7 +1,7 @@
-"""A stack of matrices [E, P, Q] that is made when something reads it.
+"""A stack of matrices [E, P, Q] whose values are made when something reads them.
 
-torch's grouped products multiply without it, where the class has such a product. All other operations get it:
-`values()` makes it once, from then on products read it too, so that changes in place reach them.
+torch's grouped products take the sources of the stack and need no values. All other operations read `values()`, which
+are made once. From then on grouped products read them too, so that changes in place reach the products.
 """
 
 from __future__ import annotations

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lowbit.numerics.code_range import FLOATS
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
-from lowbit.tensor.core.dtensor import local, placed, placed_as
+from lowbit.tensor.core.dtensor import largest_over_ranks, local, placed, placed_as
 from lowbit.tensor.core.pickled import describe_part
 
 if TYPE_CHECKING:
@@ -185,8 +186,24 @@ def share_over_ranks(param: Tensor) -> bool:
     if not is_dtensor(param):
         return False
     places = placements_of_parts(param) or {}
-    scales = [where for name, where in places.items() if not name.startswith("input_")]
+    others = ("codes", "order", "place")
+    scales = [
+        where for n, where in places.items() if not n.startswith("input_") and n not in others
+    ]
     return any(where != list(param.placements) for where in scales)
+
+
+def holds(param: Tensor, value: Tensor) -> bool:
+    """True if `param` has these plain values already (`LowbitTensor.holds`), on all ranks where both are sharded: a
+    collective then."""
+    like: Any = local(param)
+    own = local(value).to(like.device)
+    changes = own.numel() > 0 and not like.holds(own)
+    if not is_dtensor(param):
+        return not changes
+    mesh = param.device_mesh
+    found = torch.tensor(float(changes), device=mesh.device_type)
+    return not bool(largest_over_ranks(found, mesh))
 
 
 def encoded(param: Tensor, whole: Tensor, key: str, joint: Tensor | None = None) -> Tensor:

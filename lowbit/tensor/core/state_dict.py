@@ -50,7 +50,15 @@ from torch.nn.parallel import DistributedDataParallel
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local, placed_as
-from lowbit.tensor.core.parts import encoded, gathered, is_plain_for, join, share_over_ranks, split
+from lowbit.tensor.core.parts import (
+    encoded,
+    gathered,
+    holds,
+    is_plain_for,
+    join,
+    share_over_ranks,
+    split,
+)
 from lowbit.tensor.core.torchscript import PREPARE, refuse_script
 
 if TYPE_CHECKING:
@@ -157,13 +165,12 @@ def take(
                     missing += [f"{key}.{part}" for part in local(param).inner_tensors()]
                     state_dict[key] = _itself(param)  # else torch reports this name too
                 elif (
-                    not assign and is_plain_for(param, state_dict[key]) and share_over_ranks(param)
+                    not assign
+                    and is_plain_for(param, value := state_dict[key])
+                    and share_over_ranks(param)
+                    and not holds(param, value)
                 ):
-                    try:
-                        state_dict[key] = encoded(param, gathered(state_dict[key]), key)
-                    except ValueError as error:
-                        errors.append(f"{key}: {error}")
-                        state_dict[key] = _itself(param)
+                    take_values(param, key, state_dict, gathered(value), errors)
             else:
                 own = local(param)
                 entry = described(metadata, name)
@@ -215,6 +222,25 @@ def take_parts(
         state_dict[key] = _in_dtype_of(joined, entry) if assign else joined
     except ValueError as error:
         errors.append(str(error))
+        state_dict[key] = _itself(param)
+
+
+def take_values(
+    param: Tensor,
+    key: str,
+    state_dict: dict[str, Any],
+    whole: Tensor,
+    errors: list[str],
+    joint: Tensor | None = None,
+) -> None:
+    """Make plain values, `whole` and `joint` as for `encoded`, the entry of `param` in the state dict.
+
+    Appends a misfit to `errors`. `param` then stays unchanged.
+    """
+    try:
+        state_dict[key] = encoded(param, whole, key, joint)
+    except ValueError as error:
+        errors.append(f"{key}: {error}")
         state_dict[key] = _itself(param)
 
 

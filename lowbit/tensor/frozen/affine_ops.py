@@ -9,8 +9,7 @@ Arithmetic, which tools that merge adapters into a model do:
 Other writes quantize again, so a change smaller than half a quantization step is mostly lost. Each block keeps its
 scale unless a new one has the smaller error, so values that do not change keep their bits. A write to a part that
 shares scales with other values, such as columns of int8 rows, raises NotImplementedError, unless these scales give the
-new values exactly, as they give zeros. `lowbit.dequantize_(model)`
-before merging loses nothing.
+new values exactly, as they give zeros. `lowbit.dequantize_(model)` before merging loses nothing.
 """
 
 from __future__ import annotations
@@ -105,7 +104,9 @@ def _values(x: Any) -> Any:
     *(aten.add_.Tensor, aten.sub_.Tensor, aten.mul_.Tensor, aten.div_.Tensor),
     *(aten.add_.Scalar, aten.mul_.Scalar, aten.div_.Scalar),
     *(aten.lerp_.Scalar, aten.lerp_.Tensor, aten.addcdiv_.default),
-    *(aten.zero_.default, aten.fill_.Scalar, aten.masked_fill_.Scalar, aten.index_put_.default),
+    *(aten.zero_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.index_put_.default),
+    *(aten.masked_fill_.Scalar, aten.masked_fill_.Tensor),
+    *(aten.index_fill_.int_Scalar, aten.index_fill_.int_Tensor),
 )
 def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Computes in float32, or in float64 for float64 weights."""
@@ -114,9 +115,13 @@ def _change(func: Any, args: Any, kwargs: Any) -> Tensor:
     if not isinstance(target, AffineTensor):
         return func(target, *others, **kwargs)
     check_not_flat(target, "a change")
-    check_part(target)
     wide = torch.promote_types(target.dtype, torch.float32)
-    target.requantize_(func(target._with(dtype=wide).dequantize(), *others, **kwargs))
+    if func is aten.index_put_.default:  # torch takes values of one dtype alone
+        others[1] = others[1].to(wide)
+    values = func(target._with(dtype=wide).dequantize(), *others, **kwargs)
+    if not (target.shares and target._write_exactly(values)):
+        check_part(target)
+        target.requantize_(values)
     return target
 
 

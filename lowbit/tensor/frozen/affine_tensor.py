@@ -410,8 +410,8 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
             and spec.is_searched
             and representation_of(spec) is type(self)
         ):
-            has_own = spec.scales is not None or spec.super_blocks is not None
-            searched = spec if has_own else replace(spec, scale_dtype=dtype)
+            has_format = spec.scales is not None or spec.super_blocks is not None  # of scales
+            searched = spec if has_format else replace(spec, scale_dtype=dtype)
             found = {**AffineTensor.searched(stored, searched).inner_tensors()}
         else:
             found = self._encode_as(stored, spec, dtype, None, joint)

@@ -53,10 +53,12 @@ def write(weight: Any, values: Tensor, qparams: tuple[Tensor, Tensor | None] | N
 def write_exactly(weight: Any, values: Tensor) -> bool:
     """Write `values` [..., N, K] into the codes of an AffineTensor that is not transposed, if its present scales give
     them exactly. Returns whether it did."""
-    if weight.numel() == 0 or weight.is_meta or torch.compiler.is_compiling():
+    if weight.is_meta or torch.compiler.is_compiling():
         return False
+    if weight.numel() == 0:
+        return True
     found = []
-    for part, own in _row_chunks(weight, values.to(weight.device)):
+    for part, own in _row_chunks(weight, values):
         trial = part.clone()._with(dtype=own.dtype)
         write(trial, own)
         if not torch.equal(trial.dequantize(), own):

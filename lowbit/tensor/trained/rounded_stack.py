@@ -25,13 +25,14 @@ def seen_by_experts(weight: Any, scale: Tensor, zero: Tensor | None) -> Tensor:
     """The FakeQuantizedTensor `weight` [E, N, K], or [E, K, N], by these scales, in its dtype."""
     if not _rounds_later(weight):
         return settled_by(weight, scale, zero)
-    if torch.is_grad_enabled() and weight.requires_grad:
+    trains = any(t is not None and t.requires_grad for t in (weight, scale, zero))
+    if torch.is_grad_enabled() and trains:
         return _Rounded.apply(weight, scale, zero)
     return RoundedStack(weight, scale, zero)
 
 
 def _rounds_later(weight: Any) -> bool:
-    """Where one pass of a kernel rounds it, so that rounding again costs less than the memory."""
+    """True if one pass of a kernel rounds the weight: rounding again then costs less than the memory of a copy."""
     if torch.compiler.is_compiling() or in_transform() or tracer.active is not None:
         return False
     if weight.is_gathered or not weight.rounds_weight or weight.input_spec is not None:
@@ -84,10 +85,8 @@ class RoundedStack(LazyStack):
     def _product(self, x: Tensor, offsets: Tensor) -> Tensor:
         weight, scale, zero = self.parts
         own = Values.apply(weight)
-        how = rounding_of(weight, own.dtype)
-        rounding = RoundingOfExperts(
-            how.weight, how.scale_dtype, None, how.absolute, self.is_turned
-        )
+        how = vars(rounding_of(weight, own.dtype))
+        rounding = RoundingOfExperts(**how, turned=self.is_turned)
         return RoundedLinear.apply(x, own, None, rounding, offsets, scale, zero)
 
     @classmethod
