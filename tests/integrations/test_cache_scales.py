@@ -98,9 +98,9 @@ def test_any_model_with_a_cache(kind: str) -> None:
     assert model.config.use_cache == uses and transformers.Cache.update is update
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen3Moe"])
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen3Moe", "GPTNeoX"])
 def test_a_folder_gives_the_scales_of_memory(kind: str, tmp_path: Path) -> None:
-    """Block by block, where blocks get no cache of the model."""
+    """Block by block, where blocks get no cache of the model. GPT-NeoX's calls it `layer_past`."""
     changes = {"Qwen3Moe": EXPERTS, "Gemma3": {"head_dim": 16, "sliding_window": 8}}.get(kind, {})
     folder, out = save(tmp_path / "model", kind, **changes), tmp_path / "out"
     report = lb.calibrate(

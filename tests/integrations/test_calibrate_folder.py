@@ -700,7 +700,7 @@ def test_a_few_experts_are_in_memory(
     expert at a time. Otherwise more than all of them."""
     folder = save(tmp_path / "model", "Qwen3Moe", **MANY)
     stacks = 4 * 16 * 3 * 96 * 64  # bytes of a block's experts
-    monkeypatch.setattr("lowbit.inference.calibration.some_experts.MOST_AT_ONCE", 1)
+    monkeypatch.setattr("lowbit.inference.calibration.rounded_weight.MOST_AT_ONCE", 1)
     stepped, peaks = Run._stepped, {}
     for name, cache in (("memory", "cpu"), ("disk", tmp_path)):
         found, before = [0], held_bytes()

@@ -21,8 +21,8 @@ from torch import nn
 from lowbit import calibration as observed
 from lowbit.convert import Filter, Schemes, check_module
 from lowbit.inference.calibration.batches import Batches, usable_batches
-from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.gptq import GPTQ
+from lowbit.inference.calibration.kv_cache import CacheFormat
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run, holding_out

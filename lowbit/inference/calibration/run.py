@@ -26,14 +26,14 @@ from lowbit.convert import (
     watch_joined,
 )
 from lowbit.inference.calibration.batches import MASK, Batches, mask_of
-from lowbit.inference.calibration.cached import (
+from lowbit.inference.calibration.held_out import HeldOutLosses, MinMax
+from lowbit.inference.calibration.inputs import Moments
+from lowbit.inference.calibration.kv_cache import (
     CacheFormat,
     check_cache,
     no_cache,
     observing_caches,
 )
-from lowbit.inference.calibration.held_out import HeldOutLosses, MinMax
-from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.learned_rounding import Block, LearnedRounding, Losses
 from lowbit.inference.calibration.learned_weight import Weight, originals
 from lowbit.inference.calibration.places import Group, Needs
@@ -44,11 +44,13 @@ from lowbit.inference.calibration.rounded_weight import (
     affine,
     by_minmax,
     in_place_of,
+    is_divisible,
+    joined,
     layer_of,
     made,
+    some_experts,
 )
 from lowbit.inference.calibration.search import Search
-from lowbit.inference.calibration.some_experts import is_divisible, joined, some_experts
 from lowbit.inference.calibration.stages import (
     Entered,
     HeldOut,
