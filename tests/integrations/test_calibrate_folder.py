@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.files.on_disk import zeros_on_disk
 from lowbit.formats import FormatError
 from lowbit.inference import AWQ, GPTQ, LearnedRounding, Prune24, Rotate, Search, Step
 from lowbit.inference.calibration import large
@@ -690,6 +691,13 @@ def test_experts_on_disk_give_the_same_bits(
     assert_same(places["disk"], places["memory"])
     assert {p.name: p.read_bytes() for p in folder.iterdir()} == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["disk", "memory", "model"]
+
+
+def test_a_full_disk_is_told_of(tmp_path: Path) -> None:
+    """Before a write ends the process."""
+    with pytest.raises(OSError, match="no room for a tensor of 1152921504606846976 bytes"):
+        zeros_on_disk(tmp_path, (2**30, 2**28), torch.float32)
+    assert not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("step", [Search(), GPTQ()], ids=["search", "gptq"])
