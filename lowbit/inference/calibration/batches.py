@@ -80,31 +80,34 @@ def usable_batches(
 ) -> Batches:
     """The batches that have something that counts, on the device of the model's first parameter. `held_out`: those of
     `Batches`; None: the last one in `HELD_OUT` of these. Raises ValueError if no process has a batch besides those held
-    out, and TypeError as `as_list`."""
-    moved, others = (
-        [on_device_of(model, batch) for batch in as_list(given)]
-        for given in (batches, () if held_out is None else held_out)
+    out, or none of those that are given as `held_out` counts, and TypeError as `as_list`."""
+    given = as_list(batches), as_list(() if held_out is None else held_out, "held_out")
+    usable, others = (
+        [batch for batch in (on_device_of(model, b) for b in own) if not _is_empty(batch)]
+        for own in given
     )
-    usable, others = ([batch for batch in own if not _is_empty(batch)] for own in (moved, others))
     if held_out is None:
         last = len(usable) - len(usable) // HELD_OUT
         usable, others = usable[:last], usable[last:]
     kept = Batches(usable, ranks, others)
-    if not kept.total:
-        raise ValueError(
-            f"got {len(moved)} batches, none of which has elements that count; accepted: one or more "
-            f"with an element, and with a 1 in {MASK} if they have that, a few thousand tokens in all"
-        )
+    for name, own, counts in zip(
+        ("batches", "held_out"), given, (kept.total, kept.holds_out), strict=True
+    ):
+        if not counts and (own or name == "batches"):
+            raise ValueError(
+                f"got {len(own)} {name}, none of which has elements that count; accepted: one or more "
+                f"with an element, and with a 1 in {MASK} if they have that, a few thousand tokens in all"
+            )
     return kept
 
 
-def as_list(batches: Iterable[Any]) -> list[Any]:
-    """The batches as a list. Raises TypeError for one batch in its place."""
+def as_list(batches: Iterable[Any], name: str = "batches") -> list[Any]:
+    """The batches as a list. Raises TypeError for one batch in its place. `name`: of the argument."""
     if not isinstance(batches, Tensor | str | Mapping):
         with suppress(TypeError):
             return list(batches)
     raise TypeError(
-        f"batches must be a list of batches, got one {type(batches).__name__}; give [batch]"
+        f"{name} must be a list of batches, got one {type(batches).__name__}; give [batch]"
     )
 
 
