@@ -95,6 +95,11 @@ def test_what_is_worse_is_rounded_by_min_max(name: str, blocks: str) -> None:
         assert losses.found > losses.minmax > 0 and not losses.kept
     for layer in report.layers.values():
         assert layer.method == "Ruin, then min-max" and layer.after == layer.before
+    assert report.notes == [
+        "2 of 4 batches were held out; min-max rounding is better on them in "
+        + ("the model" if blocks == "none" else "4 places (before the blocks, block 0, block 1, …)")
+        + ", and stays"
+    ]
     assert "which is kept" in str(report) and str(report).count("Ruin, then min-max") == 7
 
 
@@ -119,6 +124,7 @@ def test_what_is_better_stays(steps: list[Step]) -> None:
     expected = lb.calibrate(alone, scheme, seen, steps=steps)
     assert differing(model, alone) == [] and expected.held_out == []
     assert len(report.held_out) == 4 and all(losses.kept for _, losses in report.held_out)
+    assert report.notes[-1].startswith("1 of 7 batches were held out; the steps are nowhere worse")
     assert {n: x.rows for n, x in report.layers.items()} == {
         n: x.rows for n, x in expected.layers.items()
     }

@@ -28,7 +28,7 @@ class Batches(list[Any]):
     Attributes:
         seen: how many of the batches the steps see, the first ones.
         counts: the same of each process.
-        holds_out: True if a process has others.
+        held_out: how many others all processes have.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Batches(list[Any]):
         self.ranks = Ranks() if ranks is None else ranks
         self.seen = len(self)
         self.extend(held_out)
-        found = self.ranks.gathered((self.seen, len(self) > self.seen))
+        found = self.ranks.gathered((self.seen, len(self)))
         self.counts = [seen for seen, _ in found]
-        self.holds_out = any(others for _, others in found)
+        self.held_out = sum(count - seen for seen, count in found)
 
     @property
     def total(self) -> int:
@@ -91,7 +91,7 @@ def usable_batches(
         usable, others = usable[:last], usable[last:]
     kept = Batches(usable, ranks, others)
     for name, own, counts in zip(
-        ("batches", "held_out"), given, (kept.total, kept.holds_out), strict=True
+        ("batches", "held_out"), given, (kept.total, kept.held_out), strict=True
     ):
         if not counts and (own or name == "batches"):
             raise ValueError(

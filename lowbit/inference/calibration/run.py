@@ -159,7 +159,7 @@ class Run:
                 "method: for static activations, which no weight's scheme has; accepted: none, or e.g. "
                 "lowbit.Int8StaticActivationInt8Weight(), or kv_cache='float8'"
             )
-        if self.batches.holds_out and (learns or not self.steps):
+        if self.batches.held_out and (learns or not self.steps):
             raise ValueError(
                 "held_out is for steps on layers, such as Search() and GPTQ(): LearnedRounding holds out one sequence "
                 "in eight itself, and rounding to nearest, steps=[], is what they are compared with; leave out held_out"
@@ -239,6 +239,13 @@ class Run:
                 f"{_some(self.varied)}: a batch multiplies them another number of times than the block before did, so "
                 "that not all of their inputs were counted; blocks=[] and GPTQ(asymmetric=0) count all"
             )
+        if self.report.held_out:
+            back = [name for name, losses in self.report.held_out if not losses.kept]
+            better = "the steps are nowhere worse on them than min-max rounding"
+            if back:
+                better = f"min-max rounding is better on them in {_some(back, 'places')}, and stays"
+            count = self.batches.held_out
+            found.append(f"{count} of {count + self.batches.total} batches were held out; {better}")
         short = [layer.name for layer in layers if layer.has_few_rows]
         if short and any(step.needs == "full" for step in self.steps):
             found.append(
@@ -258,7 +265,7 @@ class Run:
             bool(self.batches.total) and any(s.pairs for s in self.steps),
             bool(self.over_blocks),
             entered,
-            self.batches.holds_out,
+            self.batches.held_out > 0,
             cache if isinstance(cache, Path) else None,
         )
 
@@ -411,7 +418,7 @@ class Run:
         weight = Weight(target, layer, start)
         self.batches.ranks.alike(weight.values, *(t for t in weight.qparams if t is not None))
         found = [weight]
-        if self.batches.holds_out:
+        if self.batches.held_out:
             found.append(by_minmax(target, layer, joint))
         errors = [layer.errors(weight.values)[0] for weight in found]
         return found, torch.tensor([before, whole, *errors], dtype=torch.float64)
