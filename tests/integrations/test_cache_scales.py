@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.formats import FormatError
-from lowbit.inference import GPTQ
+from lowbit.inference import GPTQ, Search
 from lowbit.inference.calibration.finished import Finished
 from lowbit.layers.cache_scales import held_in
 from tests.integrations.test_calibrate_folder import EXPERTS, batches, save
@@ -96,6 +96,20 @@ def test_any_model_with_a_cache(kind: str) -> None:
     assert len(found) == (8 if model.config.is_encoder_decoder else 4)
     assert all(bool(t.isfinite().all() and t > 0) for t in found.values())
     assert model.config.use_cache == uses and transformers.Cache.update is update
+
+
+def test_the_mask_of_an_encoder_is_not_the_decoders() -> None:
+    """Where both have as many tokens."""
+    ids = of(build("LlamaForCausalLM"))[0]["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, 7:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    rows = []
+    for own in (batch, {**batch, "decoder_attention_mask": mask}):
+        model, schemes = build("T5ForConditionalGeneration"), {"*.wi": SCHEME, "*": None}
+        report = lb.calibrate(model, schemes, [own], steps=[Search()], blocks=[])
+        rows.append({layer.rows for layer in report.layers.values()})
+    assert rows == [{ids.numel()}, {int(mask.sum())}]
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen3Moe", "GPTNeoX"])

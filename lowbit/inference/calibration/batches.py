@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.inference.calibration.ranks import Ranks
@@ -57,9 +58,17 @@ class Batches(list[Any]):
 
 
 def mask_of(batch: Any) -> Tensor | None:
-    """The tokens that count, bool [B, T], by the attention mask of a mapping."""
+    """The tokens that count, bool [B, T], by the attention mask of a mapping. None: all, also where the tokens of a
+    decoder have the shape of the encoder's and another mask, since rows do not tell whose they are."""
     mask = batch.get(MASK) if hasattr(batch, "get") else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    mask, tokens = mask.bool(), batch.get("decoder_input_ids")
+    if isinstance(tokens, Tensor) and tokens.shape == mask.shape:
+        other = batch.get("decoder_attention_mask")
+        other = torch.ones_like(mask) if other is None else other.bool()
+        return mask if torch.equal(mask, other) else None
+    return mask
 
 
 def counted_rows(x: Tensor, mask: Tensor | None) -> Tensor:

@@ -145,7 +145,8 @@ def calibrate(
         model: a plain model; in the context also a prepared one; or the folder of a model of transformers.
         scheme, filter_fn: those of `lowbit.quantize_`. Of a folder, scales have the dtype that the format stores.
         batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
-            any device. They may differ in shape. Tokens whose `attention_mask` is 0 don't count. Read once, and kept.
+            any device. They may differ in shape. Tokens whose `attention_mask` is 0 don't count, except for a decoder's
+            `decoder_input_ids` of the same shape with another mask, where all do. Read once, and kept.
         steps: algorithms, in this order; None: [GPTQ()] with batches; []: weights are rounded to nearest.
         blocks: modules that follow each other, e.g. `model.model.layers`. None finds the largest chain; [] takes the
             model as one block. A folder's are always found.
