@@ -17,7 +17,7 @@ from lowbit.convert import Schemes, has_static
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.inference import GPTQ, CalibrationReport, Step, sampled_batches
-from lowbit.inference.calibration.cached import CacheFormat
+from lowbit.inference.calibration.kv_cache import CacheFormat
 from lowbit.schemes import lines
 
 _NONE = "none"

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.inference import AWQ, GPTQ, Layer, LearnedRounding, Prune24, Rotate, Search, Step
+from lowbit.inference.calibration.held_out import HeldOutLosses
 from lowbit.tensor.core.base import LowbitTensor
 
 INT3 = lb.IntxWeightOnly(3, 32)
@@ -94,6 +95,11 @@ def test_what_is_worse_is_rounded_by_min_max(name: str, blocks: str) -> None:
         assert losses.found > losses.minmax > 0 and not losses.kept
     for layer in report.layers.values():
         assert layer.method == "Ruin, then min-max" and layer.after == layer.before
+    assert report.notes == [
+        "2 of 4 batches were held out; min-max rounding is better on them in "
+        + ("the model" if blocks == "none" else "4 places (before the blocks, block 0, block 1, …)")
+        + ", and stays"
+    ]
     assert "which is kept" in str(report) and str(report).count("Ruin, then min-max") == 7
 
 
@@ -118,6 +124,7 @@ def test_what_is_better_stays(steps: list[Step]) -> None:
     expected = lb.calibrate(alone, scheme, seen, steps=steps)
     assert differing(model, alone) == [] and expected.held_out == []
     assert len(report.held_out) == 4 and all(losses.kept for _, losses in report.held_out)
+    assert report.notes[-1].startswith("1 of 7 batches were held out; the steps are nowhere worse")
     assert {n: x.rows for n, x in report.layers.items()} == {
         n: x.rows for n, x in expected.layers.items()
     }
@@ -148,8 +155,10 @@ def test_what_is_refused() -> None:
         lb.calibrate(model, INT3, steps=[GPTQ()], held_out=other)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="held_out: not read"):
         lb.calibrate(model, INT3, held_out=other)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="batches must be a list"):
+    with pytest.raises(TypeError, match="held_out must be a list"):
         lb.calibrate(model, INT3, [tokens(0)], held_out=tokens(1))
+    with pytest.raises(ValueError, match="got 1 held_out, none of which has elements"):
+        lb.calibrate(model, INT3, [tokens(0)], held_out=[tokens(0)[:0]])
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 
@@ -169,3 +178,43 @@ def test_one_batch_in_eight_is_held_out() -> None:
     assert len(reports[0].held_out) == 4 and not reports[2].held_out and not reports[3].held_out
     few = lb.calibrate(build(), INT3, given[:7], steps=[Search()])
     assert few.layers["layers.0.up_proj.weight"].rows == 7 * 14 and few.held_out == []
+
+
+def test_the_report_tells_of_what_stays() -> None:
+    """The error and the zeros of min-max rounding after pruning and rotation, not those before."""
+    scheme = lb.IntxWeightOnly(4, 32, "symmetric")
+    for step in (Prune24(), Rotate(folded=False)):
+        seen, other = [tokens(0), tokens(1)], [tokens(2)]
+        report = lb.calibrate(build(), scheme, seen, steps=[step, Ruin()], held_out=other)
+        alone = lb.calibrate(build(), scheme, seen, steps=[step])
+        name = "layers.0.up_proj.weight"
+        found, wanted = report.layers[name], alone.layers[name]
+        assert found.method.endswith("then min-max") and wanted.after > 1.5 * wanted.before
+        assert found.after == pytest.approx(wanted.after, rel=1e-6) and found.zeros == wanted.zeros
+        assert str(found) in str(report)
+
+
+def test_a_loss_that_is_not_a_number_is_not_the_better_one() -> None:
+    nan = float("nan")
+    assert not HeldOutLosses(minmax=1.0, found=nan).kept
+    assert HeldOutLosses(minmax=nan, found=1.0).kept and HeldOutLosses(1.0, 1.0).kept
+    assert "nothing is compared" in str(HeldOutLosses(nan, nan))
+
+
+def test_a_model_with_one_output() -> None:
+    """Whose softmax is 1, so that a divergence would tell nothing."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1))
+    given = [torch.randn(16, 32) for _ in range(8)]
+    report = lb.calibrate(model, INT3, given, steps=[Ruin()])
+    assert [losses.kept for _, losses in report.held_out] == [False]
+
+
+def test_blocks_without_weights_are_not_compared() -> None:
+    def is_last(module: nn.Module, name: str) -> bool:
+        return name.startswith("layers.2")
+
+    report = lb.calibrate(
+        build(), INT3, [tokens(0)], is_last, steps=[Search()], held_out=[tokens(1)]
+    )
+    assert [place for place, _ in report.held_out] == ["block 2"]

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.inference import GPTQ, Layer, Search, Step
-from lowbit.inference.calibration import some_experts
+from lowbit.inference.calibration import rounded_weight
 from lowbit.tensor.core.base import LowbitTensor
 
 COUNT, WIDTH, HIDDEN = 7, 40, 64
@@ -82,7 +82,7 @@ def test_the_bits_of_all_at_once(
     found, reports = [], []
     held_out = {"held_out": inputs(5)[3:]} if steps else {}
     for most in (2**30, 2 * 4 * WIDTH * HIDDEN, 1):  # all, two and one at a time
-        monkeypatch.setattr(some_experts, "MOST_AT_ONCE", most)
+        monkeypatch.setattr(rounded_weight, "MOST_AT_ONCE", most)
         model = build(transposed)
         reports.append(
             lb.calibrate(model, scheme, inputs(), lambda m, n: True, steps=steps, **held_out)
@@ -104,7 +104,7 @@ def test_the_bits_of_all_at_once(
 def test_without_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for most in (2**30, 1):
-        monkeypatch.setattr(some_experts, "MOST_AT_ONCE", most)
+        monkeypatch.setattr(rounded_weight, "MOST_AT_ONCE", most)
         lb.calibrate(
             model := build(), lb.IntxWeightOnly(3, 32), None, lambda m, n: True, steps=[GPTQ()]
         )
@@ -133,7 +133,7 @@ def test_the_memory_of_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
     for limit in (2**30, 1):
         sizes: list[int] = []
         held: list[int] = []
-        monkeypatch.setattr(some_experts, "MOST_AT_ONCE", limit)
+        monkeypatch.setattr(rounded_weight, "MOST_AT_ONCE", limit)
         model = build(dtype=torch.bfloat16)
         given = [x.bfloat16() for x in inputs()]
         lb.calibrate(model, lb.IntxWeightOnly(3, 32), given, lambda m, n: True, steps=[Counting()])

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.formats import FormatError
-from lowbit.inference import GPTQ
+from lowbit.inference import GPTQ, Search
 from lowbit.inference.calibration.finished import Finished
 from lowbit.layers.cache_scales import held_in
 from tests.integrations.test_calibrate_folder import EXPERTS, batches, save
@@ -98,9 +98,23 @@ def test_any_model_with_a_cache(kind: str) -> None:
     assert model.config.use_cache == uses and transformers.Cache.update is update
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen3Moe"])
+def test_the_mask_of_an_encoder_is_not_the_decoders() -> None:
+    """Where both have as many tokens."""
+    ids = of(build("LlamaForCausalLM"))[0]["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[:, 7:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": ids}
+    rows = []
+    for own in (batch, {**batch, "decoder_attention_mask": mask}):
+        model, schemes = build("T5ForConditionalGeneration"), {"*.wi": SCHEME, "*": None}
+        report = lb.calibrate(model, schemes, [own], steps=[Search()], blocks=[])
+        rows.append({layer.rows for layer in report.layers.values()})
+    assert rows == [{ids.numel()}, {int(mask.sum())}]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Gemma3", "Qwen3Moe", "GPTNeoX"])
 def test_a_folder_gives_the_scales_of_memory(kind: str, tmp_path: Path) -> None:
-    """Block by block, where blocks get no cache of the model."""
+    """Block by block, where blocks get no cache of the model. GPT-NeoX's calls it `layer_past`."""
     changes = {"Qwen3Moe": EXPERTS, "Gemma3": {"head_dim": 16, "sliding_window": 8}}.get(kind, {})
     folder, out = save(tmp_path / "model", kind, **changes), tmp_path / "out"
     report = lb.calibrate(

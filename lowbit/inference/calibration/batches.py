@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowbit.inference.calibration.ranks import Ranks
@@ -28,7 +29,7 @@ class Batches(list[Any]):
     Attributes:
         seen: how many of the batches the steps see, the first ones.
         counts: the same of each process.
-        holds_out: True if a process has others.
+        held_out: how many others all processes have.
     """
 
     def __init__(
@@ -41,9 +42,9 @@ class Batches(list[Any]):
         self.ranks = Ranks() if ranks is None else ranks
         self.seen = len(self)
         self.extend(held_out)
-        found = self.ranks.gathered((self.seen, len(self) > self.seen))
+        found = self.ranks.gathered((self.seen, len(self)))
         self.counts = [seen for seen, _ in found]
-        self.holds_out = any(others for _, others in found)
+        self.held_out = sum(count - seen for seen, count in found)
 
     @property
     def total(self) -> int:
@@ -57,9 +58,17 @@ class Batches(list[Any]):
 
 
 def mask_of(batch: Any) -> Tensor | None:
-    """The tokens that count, bool [B, T], by the attention mask of a mapping."""
+    """The tokens that count, bool [B, T], by the attention mask of a mapping. None: all, also where the tokens of a
+    decoder have the shape of the encoder's and another mask, since rows do not tell whose they are."""
     mask = batch.get(MASK) if hasattr(batch, "get") else None
-    return mask.bool() if isinstance(mask, Tensor) and mask.ndim == 2 else None
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return None
+    mask, tokens = mask.bool(), batch.get("decoder_input_ids")
+    if isinstance(tokens, Tensor) and tokens.shape == mask.shape:
+        other = batch.get("decoder_attention_mask")
+        other = torch.ones_like(mask) if other is None else other.bool()
+        return mask if torch.equal(mask, other) else None
+    return mask
 
 
 def counted_rows(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -80,31 +89,34 @@ def usable_batches(
 ) -> Batches:
     """The batches that have something that counts, on the device of the model's first parameter. `held_out`: those of
     `Batches`; None: the last one in `HELD_OUT` of these. Raises ValueError if no process has a batch besides those held
-    out, and TypeError as `as_list`."""
-    moved, others = (
-        [on_device_of(model, batch) for batch in as_list(given)]
-        for given in (batches, () if held_out is None else held_out)
+    out, or none of those that are given as `held_out` counts, and TypeError as `as_list`."""
+    given = as_list(batches), as_list(() if held_out is None else held_out, "held_out")
+    usable, others = (
+        [batch for batch in (on_device_of(model, b) for b in own) if not _is_empty(batch)]
+        for own in given
     )
-    usable, others = ([batch for batch in own if not _is_empty(batch)] for own in (moved, others))
     if held_out is None:
         last = len(usable) - len(usable) // HELD_OUT
         usable, others = usable[:last], usable[last:]
     kept = Batches(usable, ranks, others)
-    if not kept.total:
-        raise ValueError(
-            f"got {len(moved)} batches, none of which has elements that count; accepted: one or more "
-            f"with an element, and with a 1 in {MASK} if they have that, a few thousand tokens in all"
-        )
+    for name, own, counts in zip(
+        ("batches", "held_out"), given, (kept.total, kept.held_out), strict=True
+    ):
+        if not counts and (own or name == "batches"):
+            raise ValueError(
+                f"got {len(own)} {name}, none of which has elements that count; accepted: one or more "
+                f"with an element, and with a 1 in {MASK} if they have that, a few thousand tokens in all"
+            )
     return kept
 
 
-def as_list(batches: Iterable[Any]) -> list[Any]:
-    """The batches as a list. Raises TypeError for one batch in its place."""
+def as_list(batches: Iterable[Any], name: str = "batches") -> list[Any]:
+    """The batches as a list. Raises TypeError for one batch in its place. `name`: of the argument."""
     if not isinstance(batches, Tensor | str | Mapping):
         with suppress(TypeError):
             return list(batches)
     raise TypeError(
-        f"batches must be a list of batches, got one {type(batches).__name__}; give [batch]"
+        f"{name} must be a list of batches, got one {type(batches).__name__}; give [batch]"
     )
 
 

@@ -21,8 +21,8 @@ from torch import nn
 from lowbit import calibration as observed
 from lowbit.convert import Filter, Schemes, check_module
 from lowbit.inference.calibration.batches import Batches, usable_batches
-from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.gptq import GPTQ
+from lowbit.inference.calibration.kv_cache import CacheFormat
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run, holding_out
@@ -130,10 +130,10 @@ def calibrate(
     mode. Beside the model it holds the hidden states of all batches at one block, the Hessians of a few weights, and,
     where a step compares with the model in high precision (`GPTQ`), these states twice.
 
-    A folder, with config.json and *.safetensors, is calibrated block by block: in memory there are one block,
-    or the embeddings and the head. `lowbit.export` writes the result. Finished blocks
-    wait in `.OUT.lowbit-calibration` beside `out`. After a kill, the same call goes on from there, to the same bits.
-    Embeddings and the head stay plain unless a pattern names them, as in `lowbit.export`.
+    A folder, with config.json and *.safetensors, is calibrated block by block: in memory there are one block, or the
+    embeddings and the head. `lowbit.export` writes the result. Finished blocks wait in `.OUT.lowbit-calibration` beside
+    `out`. After a kill, the same call goes on from there, to the same bits. Embeddings and the head stay plain unless a
+    pattern names them, as in `lowbit.export`.
 
     With steps and without batches: WᵀW / mean(diag WᵀW) + I takes the place of the sums over the inputs of a weight W.
     For `GPTQ`, `Prune24` and `Search`. A folder's model is then whole in memory. A language model can draw batches
@@ -145,21 +145,22 @@ def calibrate(
         model: a plain model; in the context also a prepared one; or the folder of a model of transformers.
         scheme, filter_fn: those of `lowbit.quantize_`. Of a folder, scales have the dtype that the format stores.
         batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
-            any device. They may differ in shape. Tokens whose `attention_mask` is 0 don't count. Read once, and kept.
+            any device. They may differ in shape. Tokens whose `attention_mask` is 0 don't count, except for a decoder's
+            `decoder_input_ids` of the same shape with another mask, where all do. Read once, and kept.
         steps: algorithms, in this order; None: [GPTQ()] with batches; []: weights are rounded to nearest.
         blocks: modules that follow each other, e.g. `model.model.layers`. None finds the largest chain; [] takes the
             model as one block. A folder's are always found.
-        cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie, and on a CPU also
-            the sums of stacked experts and, of a folder, these experts in high precision; None: where the
-            model makes them.
+        cache: where hidden states are kept: a device; a folder, as a `Path`, on whose disk they lie; None: where the
+            model makes them. On a CPU that disk also holds the sums of stacked experts, and the experts of a folder in
+            high precision.
         method: how static ranges are chosen (`lowbit.calibration.calibrate`).
         kv_cache: "float8": find a static scale (e4m3) of the keys and one of the values that each attention layer of a
             model of transformers caches, by the same batches. They become its buffers `k_scale` and `v_scale`, float32
             [1], which `lowbit.export` writes for servers. None: none.
         held_out: batches like `batches` that the steps don't see. Where a block's output for these is further from that
             in high precision than by min-max rounding, its weights are rounded by min-max, and `report.held_out` says
-            so. None: the last one in eight of `batches`, of eight and more, where steps on layers run and none that
-            learns, which holds out sequences itself. []: nothing is compared.
+            so. None: from eight batches on, the last eighth of `batches`, unless `steps` is [] or has
+            `LearnedRounding`, which holds out sequences itself. []: nothing is compared.
         group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
             the model in the memory of each, or with one folder and one `out` that all of them see, and get the same
             model. None: this process alone, also where torch.distributed is initialized; in the context the default
@@ -181,8 +182,10 @@ def calibrate(
         RuntimeError: another rank of `group` failed, with what it said.
         ValueError: what `quantize_` refuses; an empty list of batches, on all ranks; ranks that differ in more than
             batches; with `group` a step that needs all batches, such as `Rotate`; steps and schemes that need
-            batches, without any; NaN or infinite inputs of a layer, which is named. Weights that were calibrated before
-            that layer are then quantized, and the others plain, as the message says.
+            batches, without any; `held_out` without steps on layers, or beside `LearnedRounding`; `kv_cache` of a model
+            that writes no keys and values to a cache of transformers, or caches a latent, or has NaN or infinite ones;
+            NaN or infinite inputs of a layer, which is named. Weights that were calibrated before that layer are then
+            quantized, and the others plain, as the message says.
         FormatError, a ValueError: what `lowbit.load_pretrained` and `lowbit.export` refuse of a folder, or of a module
             with `format`, as far as names, shapes, schemes and config tell, before the first batch; finished blocks
             beside `out` of a call with other arguments.

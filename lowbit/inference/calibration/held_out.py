@@ -7,7 +7,7 @@ the weights of the place are rounded by these.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,6 +17,7 @@ from lowbit.convert import Target
 from lowbit.inference.calibration.learned_rounding import mean_loss
 
 if TYPE_CHECKING:
+    from lowbit.inference.calibration.report import LayerResult
     from lowbit.inference.calibration.stages import HeldOut
 
 
@@ -35,10 +36,12 @@ class HeldOutLosses(NamedTuple):
     @property
     def kept(self) -> bool:
         """True if the weights are those of the steps."""
-        return not self.found > self.minmax
+        return self.found <= self.minmax or math.isnan(self.minmax)
 
     def __str__(self) -> str:
         text = f"held-out loss {self.found:.3e}, by min-max {self.minmax:.3e}"
+        if math.isnan(self.minmax):
+            return f"{text}: nothing is compared"
         return text if self.kept else f"{text}, which is kept"
 
 
@@ -47,26 +50,26 @@ class MinMax:
     """The low-bit weights of a place that min-max rounding gives, beside those of the steps, in the same form.
 
     Attributes:
-        weights: with the target of each.
+        weights: the target of each, the weight, and what the report says of it if it stays.
     """
 
-    weights: list[tuple[Target, Any]] = field(default_factory=list)
+    weights: list[tuple[Target, Any, LayerResult]] = field(default_factory=list)
 
     @torch.no_grad()
-    def chosen(self, place: HeldOut) -> tuple[HeldOutLosses, Sequence[str]]:
-        """Leave the better weights in the place. Returns the losses, and the names of the weights."""
+    def chosen(self, place: HeldOut) -> tuple[HeldOutLosses, list[LayerResult]]:
+        """Leave the better weights in the place. Returns the losses, and what the report says of these weights."""
         found = mean_loss(place.block, place.over)
         self._exchange()
         losses = HeldOutLosses(mean_loss(place.block, place.over), found)
         if losses.kept:
             self._exchange()
-        names = [target.fqn for target, _ in self.weights]
+        results = [result for _, _, result in self.weights]
         self.weights.clear()
-        return losses, names
+        return losses, results
 
     def _exchange(self) -> None:
         """Write these weights into the memory of those in the place, and the other way round."""
-        for target, other in self.weights:
+        for target, other, _ in self.weights:
             owner = target.owners[0]
             held: Any = owner.module._parameters[owner.attribute]
             for own, new in zip(

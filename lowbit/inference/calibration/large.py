@@ -26,9 +26,9 @@ from lowbit.formats.folder_choice import FolderChoice
 from lowbit.formats.streamed import StreamedModel
 from lowbit.formats.writing import check_writing, default_format, export
 from lowbit.inference.calibration.batches import Batches, usable_batches
-from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.expert_pruning import PruneExperts
 from lowbit.inference.calibration.finished import Finished
+from lowbit.inference.calibration.kv_cache import CacheFormat
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run, holding_out

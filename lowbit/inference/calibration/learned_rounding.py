@@ -113,7 +113,7 @@ class LearnedRounding(Step):
             they stay.
         vector_rate: the learning rate of norms and biases. 0: they stay.
         loss: "error" or "kl" of the outputs of `over`. None: "error" for blocks; for a model "error" if it gives hidden
-            states, else "kl".
+            states, or one channel, else "kl".
 
     Raises ValueError for other values.
     """
@@ -272,7 +272,8 @@ class _Learning:
             is_hidden = (
                 entry(output, "logits") is None and entry(output, "last_hidden_state") is not None
             )
-            kind = "error" if is_hidden or self.step.over == "blocks" else "kl"
+            is_one = found.shape[-1] == 1  # channel, whose softmax is 1
+            kind = "error" if is_hidden or is_one or self.step.over == "blocks" else "kl"
         mask, size = self.block.masks[number], len(found)
         sequences, held_out = max(self.block.rows(number), 1), self.held_out[number]
         each, left = divmod(size, sequences)  # tokens may lie in one dimension
@@ -326,12 +327,10 @@ def mean_losses(block: Block, loss: Literal["error", "kl"] | None) -> tuple[floa
 
 
 def _held_out(sequences: Sequence[int]) -> list[int]:
-    """How many of the last sequences of each batch are held out. Whole batches as far as one in eight allows, since a
-    batch with one sequence less makes no step of `batch_size` sequences."""
-    total, done = (
-        sum(sequences),
-        0,
-    )  # of fewer it is the last one, and a single sequence is not held out
+    """How many of the last sequences of each batch are held out: one in `HELD_OUT`, of fewer the last one, and not a
+    single one. Whole batches as far as that allows, since a batch with one sequence less makes no step of `batch_size`
+    sequences."""
+    total, done = sum(sequences), 0
     found = [0] * len(sequences)
     for i, end in enumerate(accumulate(sequences)):
         if end // HELD_OUT - done >= sequences[i]:

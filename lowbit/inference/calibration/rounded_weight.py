@@ -1,8 +1,13 @@
-"""From a weight to the layer on which steps work, and from what they left to the low-bit weight."""
+"""From a weight to the layer on which steps work, and from what they left to the low-bit weight.
+
+Stacked experts become layers of a few experts each: what the steps make of a stack in float32 takes several times its
+bytes.
+"""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +24,9 @@ from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.requantize import write
 from lowbit.tensor.frozen.rotated_tensor import RotatedTensor
 from lowbit.tensor.frozen.sparse24_tensor import Sparse24Tensor
+
+MOST_AT_ONCE = 2**24
+"""Bytes of experts that are in float32 at a time; one expert in any case."""
 
 
 def layer_of(
@@ -92,3 +100,31 @@ def affine(weight: Weight, target: Target) -> AffineTensor:
     made = made._with(dtype=weight.original.dtype)
     check_finite(made, weight.values)
     return made
+
+
+def is_divisible(target: Target) -> bool:
+    """True for a stack whose experts have nothing in common, neither scales nor parts of them."""
+    spec = target.scheme.weight
+    has_shared = spec.joins or (spec.scales is not None and bool(spec.scales.shared))
+    return len(shape_of_blocks(target)) == 3 and not spec.shares_rows and not has_shared
+
+
+def some_experts(target: Target, moments: Moments) -> Iterator[Layer]:
+    """The layers of a few experts each, in their order, that stand for a stack."""
+    plain, spec = target.weight.detach(), target.scheme.weight
+    stack = plain.mT if is_turned(target) else plain
+    each = 4 * stack[0].numel() if len(stack) else 1
+    count = max(MOST_AT_ONCE // max(each, 1), 1)
+    for first in range(0, len(stack), count):
+        some = slice(first, first + count)
+        yield Layer(
+            *(target.fqn, stack[some].float().contiguous(), spec),
+            *(spec.scale_dtype_for(plain.dtype), moments.some(first, first + count)),
+        )
+
+
+def joined(parts: Sequence[Any], target: Target) -> Any:
+    """The low-bit stack of these low-bit experts, [n, N, K] each."""
+    names = parts[0].inner_tensors()
+    tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in names}
+    return parts[0]._with(tensors, shape_of_blocks(target))

@@ -26,14 +26,14 @@ from lowbit.convert import (
     watch_joined,
 )
 from lowbit.inference.calibration.batches import MASK, Batches, mask_of
-from lowbit.inference.calibration.cached import (
+from lowbit.inference.calibration.held_out import HeldOutLosses, MinMax
+from lowbit.inference.calibration.inputs import Moments
+from lowbit.inference.calibration.kv_cache import (
     CacheFormat,
     check_cache,
     no_cache,
     observing_caches,
 )
-from lowbit.inference.calibration.held_out import HeldOutLosses, MinMax
-from lowbit.inference.calibration.inputs import Moments
 from lowbit.inference.calibration.learned_rounding import Block, LearnedRounding, Losses
 from lowbit.inference.calibration.learned_weight import Weight, originals
 from lowbit.inference.calibration.places import Group, Needs
@@ -44,11 +44,13 @@ from lowbit.inference.calibration.rounded_weight import (
     affine,
     by_minmax,
     in_place_of,
+    is_divisible,
+    joined,
     layer_of,
     made,
+    some_experts,
 )
 from lowbit.inference.calibration.search import Search
-from lowbit.inference.calibration.some_experts import is_divisible, joined, some_experts
 from lowbit.inference.calibration.stages import (
     Entered,
     HeldOut,
@@ -157,7 +159,7 @@ class Run:
                 "method: for static activations, which no weight's scheme has; accepted: none, or e.g. "
                 "lowbit.Int8StaticActivationInt8Weight(), or kv_cache='float8'"
             )
-        if self.batches.holds_out and (learns or not self.steps):
+        if self.batches.held_out and (learns or not self.steps):
             raise ValueError(
                 "held_out is for steps on layers, such as Search() and GPTQ(): LearnedRounding holds out one sequence "
                 "in eight itself, and rounding to nearest, steps=[], is what they are compared with; leave out held_out"
@@ -230,13 +232,20 @@ class Run:
         if self.kv_cache:
             cached = [n.rpartition(".")[0] for n in held_in(self.model) if n.endswith(KEY)]
             found.append(
-                f"{self.kv_cache} scales of the keys and values that {_some(cached)} cache"
+                f"{self.kv_cache} scales of the keys and values that {_some(cached, 'layers')} cache"
             )
         if self.varied:
             found.append(
                 f"{_some(self.varied)}: a batch multiplies them another number of times than the block before did, so "
                 "that not all of their inputs were counted; blocks=[] and GPTQ(asymmetric=0) count all"
             )
+        if self.report.held_out:
+            back = [name for name, losses in self.report.held_out if not losses.kept]
+            better = "the steps are nowhere worse on them than min-max rounding"
+            if back:
+                better = f"min-max rounding is better on them in {_some(back, 'places')}, and stays"
+            count = self.batches.held_out
+            found.append(f"{count} of {count + self.batches.total} batches were held out; {better}")
         short = [layer.name for layer in layers if layer.has_few_rows]
         if short and any(step.needs == "full" for step in self.steps):
             found.append(
@@ -256,7 +265,7 @@ class Run:
             bool(self.batches.total) and any(s.pairs for s in self.steps),
             bool(self.over_blocks),
             entered,
-            self.batches.holds_out,
+            self.batches.held_out > 0,
             cache if isinstance(cache, Path) else None,
         )
 
@@ -362,85 +371,99 @@ class Run:
             self._round_experts(target, moments, began)
             return
         layer = layer_of(target, moments, joint, start)
-        weight, sums = self._stepped(target, layer, start)
-        if self.batches.holds_out:
-            self.minmax.weights.append((target, made(by_minmax(target, layer, joint), target)))
-        self._enter_result(target, moments, sums, began)
-        if layer.mask is not None:
-            result = self.report.layers[layer.name]
-            self.report.layers[layer.name] = replace(result, zeros=_zeros(weight.values))
-        self.waiting.append(weight)
+        found, sums = self._stepped(target, layer, joint, start)
+        zeros = [0.0 if layer.mask is None else _zeros(weight.values) for weight in found]
+        results = self._results(target, moments, sums, zeros, began)
+        self.report.layers[layer.name] = results[0]
+        others = [made(other, target) for other in found[1:]]
+        self.minmax.weights += [(target, *pair) for pair in zip(others, results[1:], strict=True)]
+        self.waiting.append(found[0])
         if learns:
-            weight.show(weight.values)
+            found[0].show(found[0].values)
         else:
             self._replace()
 
     def _round_experts(self, target: Target, moments: Moments, began: float) -> None:
         """Run the steps on a few experts of a stack at a time, and replace it."""
-        parts: list[Any] = []
-        others: list[Any] = []
-        sums = torch.zeros(3, dtype=torch.float64)
+        parts: list[list[Any]] = []
+        sums: Any = 0
         for layer in some_experts(target, moments):
-            weight, own = self._stepped(target, layer)
-            parts.append(affine(weight, target))
-            sums += own
-            if self.batches.holds_out:
-                others.append(affine(by_minmax(target, layer, None), target))
-            del layer, weight  # before the next ones are made
-        if others:
-            other = in_place_of(joined(others, target), target)
-            self.minmax.weights.append((target, other))
-        self._enter_result(target, moments, sums, began)
-        stack = in_place_of(joined(parts, target), target)
-        self._put(target, lambda _: stack)
+            found, own = self._stepped(target, layer, None)
+            parts.append([affine(weight, target) for weight in found])
+            sums = sums + own
+            del layer, found  # before the next ones are made
+        stacks = [in_place_of(joined(own, target), target) for own in zip(*parts, strict=True)]
+        results = self._results(target, moments, sums, [0.0] * len(stacks), began)
+        self.report.layers[target.fqn] = results[0]
+        pairs = zip(stacks[1:], results[1:], strict=True)
+        self.minmax.weights += [(target, *pair) for pair in pairs]
+        self._put(target, lambda _: stacks[0])
 
     def _stepped(
-        self, target: Target, layer: Layer, start: Start | None = None
-    ) -> tuple[Weight, Tensor]:
-        """What the steps make of a layer, and three sums, float64: the squared errors of its outputs by min-max and
-        now, and what `Layer.error` divides them by."""
+        self, target: Target, layer: Layer, joint: Tensor | None, start: Start | None = None
+    ) -> tuple[list[Weight], Tensor]:
+        """Run the steps on a layer. `joint`: what siblings share.
+
+        Returns the weight, and where batches are held out, that of min-max rounding after what the steps prune and
+        rotate. Beside them the sums of `Layer.errors`, float64: the error by min-max before the steps, what all errors
+        are divided by, and the error of each weight."""
         is_read = [isinstance(owner.module, nn.Embedding) for owner in target.owners]
         layer.is_embedding = any(is_read)
         if layer.moments.full and not self.batches.total and not all(is_read):
             groups: Any = target.owners[0].module.groups if is_conv(target) else 1
             layer.moments = Moments.of_weight(layer.weight, groups)
-        before, _ = layer.errors(layer.rounded(layer.qparams or layer.minmax()))
+        before, whole = layer.errors(layer.rounded(layer.qparams or layer.minmax()))
         for step in self.steps:
             step.apply(layer)
         weight = Weight(target, layer, start)
         self.batches.ranks.alike(weight.values, *(t for t in weight.qparams if t is not None))
-        sums = [before, *layer.errors(weight.values)]
-        return weight, torch.tensor(sums, dtype=torch.float64)
+        found = [weight]
+        if self.batches.held_out:
+            found.append(by_minmax(target, layer, joint))
+        errors = [layer.errors(weight.values)[0] for weight in found]
+        return found, torch.tensor([before, whole, *errors], dtype=torch.float64)
 
-    def _enter_result(self, target: Target, moments: Moments, sums: Tensor, began: float) -> None:
-        """Report a weight. `sums`: those of `_stepped`."""
-        before, after, whole = sums.tolist()
+    def _results(
+        self,
+        target: Target,
+        moments: Moments,
+        sums: Tensor,
+        zeros: Sequence[float],
+        began: float,
+    ) -> list[LayerResult]:
+        """What the report says of the weights that `_stepped` gives.
+
+        Args:
+            target, moments: of the weight.
+            sums: those of `_stepped`.
+            zeros: the shares of zeros of each, if it was pruned.
+            began: when the steps on it did.
+        """
+        _, whole, *_ = sums.tolist()
+        before, _, *after = (sums / whole if whole else sums.zero_()).tolist()
         rows = moments.total + moments.looked_up
         few = not moments.stack and 0 < moments.total < moments.size
         unreached = moments.rows.count(0) if moments.stack and rows else 0
-        if whole:
-            before, after = before / whole, after / whole
-        else:
-            before = after = 0.0
         method = ", ".join(self.methods.get(target.fqn, ["to nearest"]))
-        seconds = time.perf_counter() - began
-        self.report.layers[target.fqn] = LayerResult(
-            *(target.fqn, method, seconds, before, after, rows, unreached, few),
-            had_batches=bool(self.batches.total),
-        )
+        seconds, had_batches = time.perf_counter() - began, bool(self.batches.total)
+        methods = [method, f"{method}, then min-max"][: len(after)]
+        return [
+            LayerResult(
+                *(target.fqn, own, seconds, before, error, rows, unreached, few, share, had_batches)
+            )
+            for own, error, share in zip(methods, after, zeros, strict=True)
+        ]
 
     def _hold(self, place: HeldOut) -> None:
         """Round the weights of a place by min-max, where that is better for the batches held out."""
-        losses, names = self.minmax.chosen(place)
-        if not names:
+        if not self.minmax.weights:
             return
+        losses, results = self.minmax.chosen(place)
         self.report.held_out.append((place.block.name, losses))
         entries = {entry.fqn: i for i, entry in enumerate(self.report.entries)}
-        for name in () if losses.kept else names:
-            old = self.report.layers[name]
-            new = replace(old, method=f"{old.method}, then min-max", after=old.before)
-            self.report.layers[name] = new
-            at = entries[name]
+        for new in () if losses.kept else results:
+            old, at = self.report.layers[new.name], entries[new.name]
+            self.report.layers[new.name] = new
             note = self.report.entries[at].note.replace(str(old), str(new))
             self.report.entries[at] = replace(self.report.entries[at], note=note)
 
@@ -520,10 +543,10 @@ def _zeros(values: Tensor) -> float:
     return 1 - int(values.count_nonzero()) / max(values.numel(), 1)
 
 
-def _some(names: Sequence[str]) -> str:
-    """How many names, and the first ones."""
+def _some(names: Sequence[str], kind: str = "weights") -> str:
+    """How many names, and the first ones. `kind`: of what."""
     shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{len(names)} weights ({shown}, …)"
+    return shown if len(names) <= 3 else f"{len(names)} {kind} ({shown}, …)"
 
 
 def _check_folds(steps: Sequence[Step]) -> None:

@@ -240,7 +240,8 @@ def _block(
         yield Entered(tuple(targets), high, is_finished, block=block)
     # Without a comparison nobody advances the states in high precision.
     plain = high if needs.high else low
-    given = states.batches, needs._replace(held_out=needs.held_out and not is_finished), states.kept
+    compares = needs._replace(held_out=needs.held_out and bool(targets) and not is_finished)
+    given = states.batches, compares, states.kept
     held = _held_out(f"block {at}", block, low, plain, *given, over="blocks")
     twin = _twin(block) if needs.pairs and not is_finished else None
     if needs.high and (is_finished or not (twin or needs.blocks)):

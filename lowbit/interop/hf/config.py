@@ -13,8 +13,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from lowbit.convert import NEEDS_CALIBRATION, check_pattern, check_runs, has_static
 from lowbit.inference import Step
 from lowbit.inference.calibration.batches import as_list
-from lowbit.inference.calibration.cached import CacheFormat
 from lowbit.inference.calibration.call import checked_steps
+from lowbit.inference.calibration.kv_cache import CacheFormat
 from lowbit.inference.quantize import Scales
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme

@@ -28,7 +28,9 @@ from lowbit.tracing.batches import call, hooked
 from lowbit.tracing.observer import Method, Observer, sum_over_ranks
 
 CacheFormat = Literal["float8"]
-_CACHE, _USES = "past_key_values", "use_cache"
+_CACHES = "past_key_values", "layer_past"
+"""What the blocks of transformers call a cache that they are given."""
+_USES = "use_cache"
 
 
 def check_cache(kv_cache: Any, model: nn.Module, in_blocks: bool) -> None:
@@ -178,19 +180,15 @@ def _using_cache(model: nn.Module | None) -> Iterator[None]:
 def _giving(model: nn.Module, block: nn.Module, utils: Any) -> Callable[..., Any]:
     """A hook that gives each call of the block a new cache, where it takes one."""
     signature = inspect.signature(block.forward)
-    kinds = {p.kind for p in signature.parameters.values()}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
+    own = next((name for name in _CACHES if name in signature.parameters), _CACHES[0])
 
     def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
-        given = {_CACHE: utils.DynamicCache(config=getattr(model, "config", None)), _USES: True}
-        for name, value in given.items():
-            if name in signature.parameters:
-                bound.arguments[name] = value
-            elif inspect.Parameter.VAR_KEYWORD in kinds:
-                own = next(
-                    n for n, p in signature.parameters.items() if p.kind.name == "VAR_KEYWORD"
-                )
-                bound.arguments[own] = {**bound.arguments.get(own, {}), name: value}
-        return bound.args, bound.kwargs
+        given = {own: utils.DynamicCache(config=getattr(model, "config", None)), _USES: True}
+        named = {name: value for name, value in given.items() if name in signature.parameters}
+        bound.arguments.update(named)
+        others = {name: given[name] for name in given.keys() - named.keys()} if takes_any else {}
+        return bound.args, {**bound.kwargs, **others}
 
     return give
