@@ -80,31 +80,37 @@ def usable_batches(
 ) -> Batches:
     """The batches that have something that counts, on the device of the model's first parameter. `held_out`: those of
     `Batches`; None: the last one in `HELD_OUT` of these. Raises ValueError if no process has a batch besides those held
-    out, and TypeError as `as_list`."""
-    moved, others = (
-        [on_device_of(model, batch) for batch in as_list(given)]
-        for given in (batches, () if held_out is None else held_out)
+    out, or has one of those that it was given to hold out, and TypeError as `as_list`."""
+    lists = as_list(batches), as_list(() if held_out is None else held_out, "held_out")
+    usable, others = (
+        [moved for batch in own if not _is_empty(moved := on_device_of(model, batch))]
+        for own in lists
     )
-    usable, others = ([batch for batch in own if not _is_empty(batch)] for own in (moved, others))
     if held_out is None:
         last = len(usable) - len(usable) // HELD_OUT
         usable, others = usable[:last], usable[last:]
     kept = Batches(usable, ranks, others)
+    counted = f"with an element, and with a 1 in {MASK} if they have that"
     if not kept.total:
         raise ValueError(
-            f"got {len(moved)} batches, none of which has elements that count; accepted: one or more "
-            f"with an element, and with a 1 in {MASK} if they have that, a few thousand tokens in all"
+            f"got {len(lists[0])} batches, none of which has elements that count; accepted: one or more {counted}, a "
+            "few thousand tokens in all"
+        )
+    if lists[1] and not kept.holds_out:
+        raise ValueError(
+            f"held_out has {len(lists[1])} batches, none of which has elements that count; accepted: some {counted}, "
+            "or [] to hold out none"
         )
     return kept
 
 
-def as_list(batches: Iterable[Any]) -> list[Any]:
-    """The batches as a list. Raises TypeError for one batch in its place."""
+def as_list(batches: Iterable[Any], called: str = "batches") -> list[Any]:
+    """The batches as a list. Raises TypeError for one batch in its place, by the name of the argument."""
     if not isinstance(batches, Tensor | str | Mapping):
         with suppress(TypeError):
             return list(batches)
     raise TypeError(
-        f"batches must be a list of batches, got one {type(batches).__name__}; give [batch]"
+        f"{called} must be a list of batches, got one {type(batches).__name__}; give [batch]"
     )
 
 
