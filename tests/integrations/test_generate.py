@@ -341,6 +341,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"token_type_ids": torch.zeros(1, 11, dtype=torch.int64)}, "token_type_ids"),
     ({"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([10]), 0)}, "attention_mask"),
     ({"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([5]), 0)}, "attention_mask"),
+    ({"attention_mask": torch.full((1, 11), 2)}, "attention_mask with other values than 0 and 1"),
     ({"position_ids": torch.arange(11)[None] + 3}, "position_ids"),
 ]  # fmt: skip
 

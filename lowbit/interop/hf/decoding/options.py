@@ -175,6 +175,8 @@ def _starts(model_kwargs: dict[str, Any], batch: int, length: int) -> list[int]:
         raise refused(
             f"an attention_mask of shape {tuple(seen.shape)}", f"it takes {(batch, length)}"
         )
+    if mask is not None and not ((mask == 0) | (mask == 1)).all():
+        raise refused("an attention_mask with other values than 0 and 1", "1 is a token, 0 padding")
     starts = (~seen).sum(1)
     expected = torch.arange(length) >= starts[:, None]
     if not torch.equal(seen, expected) or not seen[:, -1].all():
