@@ -152,7 +152,9 @@ def test_what_is_refused() -> None:
         lb.calibrate(model, INT3, [tokens(0)], held_out=tokens(1))
     masked = {"ids": tokens(1), "attention_mask": torch.zeros(4, 33)}
     for nothing in ([masked], [tokens(1, 0)]):
-        with pytest.raises(ValueError, match=r"held_out has 1 batches, none of .* \[\] to hold out none"):
+        with pytest.raises(
+            ValueError, match=r"held_out has 1 batches, none of .* \[\] to hold out none"
+        ):
             lb.calibrate(model, INT3, [tokens(0)], held_out=nothing)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 

@@ -361,6 +361,19 @@ def test_what_it_does_not_do_raises(option: dict[str, Any], said: str) -> None:
             assert "without custom_generate, which is transformers' own loop" in str(error.value)
 
 
+def test_a_token_that_transformers_takes_for_padding() -> None:
+    """It makes the mask itself. The message says how to say that the token is none."""
+    prompt = torch.tensor([[5, 0, 7]])
+    settings: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    settings["eos_token_id"] = None
+    with pytest.raises(
+        ValueError, match=r"pad_token_id in a prompt .* torch\.ones_like\(input_ids\)"
+    ):
+        hf.generate(made(), prompt, **settings)
+    mask = torch.ones_like(prompt)
+    assert hf.generate(made(), prompt, attention_mask=mask, **settings).shape == (1, 5)
+
+
 @pytest.mark.parametrize(
     "prompt",
     [torch.tensor([1, 2]), torch.zeros(1, 0).long(), torch.zeros(0, 3).long(), torch.ones(1, 3), [[1]]],
