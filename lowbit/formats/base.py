@@ -155,6 +155,9 @@ class Format(ABC):
     `lowbit.formats.experts` splits the stacks that models have in memory."""
     holds_cache_scales: ClassVar[bool] = False
     """True if loaders of this format take static scales of keys and values, which "kv_cache_scheme" describes."""
+    holds_training: ClassVar[bool] = False
+    """True if codes that train, such as those of `Int8Weight`, are stored as such. Others get the weight that
+    `lowbit.train.convert_` makes of them."""
     marks: ClassVar[int] = 1
     """How many of the `suffixes` mark a quantized weight."""
     after_modules: ClassVar[bool] = True

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowbit.checkpoint import identity
 from lowbit.convert import Owner, find_owners, is_tuner
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import Format, FormatError
 from lowbit.formats.folder import copy_beside_weights, is_of_diffusers
 from lowbit.formats.sources import Holder, Item
 from lowbit.layers.cache_scales import held_in
@@ -22,6 +22,7 @@ from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.trained.bitnet import BitNetTensor
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
+from lowbit.tensor.trained.trainable import TrainableTensor
 
 _UNFINISHED = {FakeQuantizedTensor: "lowbit.qat.convert_", BitNetTensor: "lowbit.train.convert_"}
 """Weights that are still trained, and the function that turns each into the weight that products see."""
@@ -33,6 +34,7 @@ class ModelSource:
     Args:
         model: the module.
         tokenizer: an object with `save_pretrained`, a folder whose files are copied, or None.
+        target: the format in which the values are stored.
 
     Attributes:
         tensors: by their first names, detached.
@@ -45,8 +47,11 @@ class ModelSource:
 
     is_shared = False
 
-    def __init__(self, model: nn.Module, tokenizer: Any = None) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any = None, target: Format | None = None
+    ) -> None:
         self.left_out = ()
+        self._freezes = target is not None and not target.holds_training
         self.model = getattr(model, "_orig_mod", model)
         self.tokenizer = tokenizer
         is_folder = isinstance(tokenizer, str | PathLike) and Path(tokenizer).is_dir()
@@ -77,7 +82,8 @@ class ModelSource:
 
     def value(self, name: str) -> Tensor:
         """The tensor of an item, made when its turn comes."""
-        return self.tensors[name]
+        value = self.tensors[name]
+        return value.frozen() if self._freezes and isinstance(value, TrainableTensor) else value
 
     def items(self) -> Iterator[Item]:
         for name in self.tensors:

@@ -35,6 +35,7 @@ class Own(Format):
     holds_custom = True
     holds_stacks = True
     holds_cache_scales = True
+    holds_training = True
 
     def reads(self, config: Mapping[str, Any]) -> bool:
         return config.get("quant_method") == "lowbit"

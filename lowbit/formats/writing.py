@@ -125,7 +125,9 @@ def export(
         if not isinstance(model, nn.Module):
             raise TypeError(f"like= writes an nn.Module, got {type(model).__name__}")
         refuse_adapters(model)
-        return export_like(ModelSource(model), Path(out), like, lossy, overwrite)
+        folder = folder_like(like)
+        own = ModelSource(model, target=folder.format)
+        return export_like(own, Path(out), folder, lossy, overwrite)
     target, out = target_of(format or default_format(model)), Path(out)
     if isinstance(target, ProgramFormat):
         refuse_options(of_source, f"{target.name} holds a program of a module")
@@ -277,7 +279,7 @@ def _source_of(
         if scheme is not None:
             raise FormatError("scheme= is for a folder; for a module call lowbit.quantize_ first")
         refuse_adapters(model)
-        return ModelSource(model, tokenizer)
+        return ModelSource(model, tokenizer, target)
     if not isinstance(model, str | os.PathLike):
         raise TypeError(
             f"export takes an nn.Module, a folder or a GGUF file, got {type(model).__name__}"
@@ -315,14 +317,13 @@ def folder_like(like: str | os.PathLike[str]) -> Folder:
 def export_like(
     source: ModelSource,
     out: Path,
-    like: str | os.PathLike[str],
+    folder: Folder,
     lossy: bool,
     overwrite: bool,
     leads: bool = True,
 ) -> ExportReport:
-    """`lowbit.export(model, out, like=like)` of a source. If ranks share its weights, all of them call this, and the
+    """`lowbit.export(model, out, like=folder)` of a source. If ranks share its weights, all of them call this, and the
     one that `leads` writes."""
-    folder = folder_like(like)
     assert folder.format is not None
     _check_apart(folder.path, out)
     report = ExportReport(format=folder.format.name, path=str(out))

@@ -174,7 +174,7 @@ def write(
         given = {"format": format, "tokenizer": tokenizer, "max_shard_size": sizes}
         refuse_options(given, "like= takes the format and all files of a folder")
         whole = TrainedModel(model)
-        made = export_like(whole, Path(out), like, lossy, overwrite, whole.leads)
+        made = export_like(whole, Path(out), folder_like(like), lossy, overwrite, whole.leads)
         return made if whole.leads else None
     target, largest = folder_format(format), size_in_bytes(max_shard_size)
     source = TrainedModel(model, tokenizer)

@@ -31,7 +31,9 @@ def recorder(monkeypatch: pytest.MonkeyPatch) -> Recorder:
     own.__version__ = "5.0"
     config = SimpleNamespace(get_text_config=lambda decoder: None)
     own.AutoConfig = SimpleNamespace(for_model=lambda **options: config)
-    own.AutoModelForCausalLM = SimpleNamespace(from_config=made.record)
+    own.AutoModelForCausalLM = own.AutoModelForImageTextToText = SimpleNamespace(
+        from_config=made.record, _model_mapping={}
+    )
     own.AutoTokenizer = SimpleNamespace(from_pretrained=made.record)
     own.logging = SimpleNamespace(
         set_verbosity_error=lambda: None, disable_progress_bar=lambda: None

@@ -202,6 +202,21 @@ def test_weights_in_training_are_converted_first(prepare, tmp_path: Path) -> Non
     assert_same_values(lowbit.load_pretrained(tmp_path / "out", build(1)), model)
 
 
+@pytest.mark.parametrize("scheme", [lowbit.Int8Weight(), lowbit.Int4Weight(32)])
+def test_codes_that_train_are_stored_as_their_conversion(scheme, tmp_path: Path) -> None:
+    """Where the format has no codes that train, to the bit."""
+    model = build()
+    lowbit.train.prepare_(model, {"*_proj": scheme, "*": None})
+    in_training = type(model.get_parameter("up_proj.weight"))
+    lowbit.export(model, tmp_path / "trains", "lowbit")
+    lowbit.export(model, tmp_path / "out", "compressed-tensors")
+    loaded = [lowbit.load_pretrained(tmp_path / name, build(1)) for name in ("trains", "out")]
+    kinds = [type(other.get_parameter("up_proj.weight")) for other in loaded]
+    assert kinds == [in_training, lowbit.AffineTensor]
+    lowbit.train.convert_(model)
+    assert_same_values(loaded[1], model)
+
+
 def test_qat_is_served_as_it_was_trained(tmp_path: Path) -> None:
     """Prepared = converted = exported = loaded."""
     model = build(dtype=torch.float32)

@@ -155,10 +155,14 @@ def test_what_is_refused() -> None:
         lb.calibrate(model, INT3, steps=[GPTQ()], held_out=other)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match="held_out: not read"):
         lb.calibrate(model, INT3, held_out=other)  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="held_out must be a list"):
+    with pytest.raises(TypeError, match="held_out must be a list of batches, got one Tensor"):
         lb.calibrate(model, INT3, [tokens(0)], held_out=tokens(1))
-    with pytest.raises(ValueError, match="got 1 held_out, none of which has elements"):
-        lb.calibrate(model, INT3, [tokens(0)], held_out=[tokens(0)[:0]])
+    masked = {"ids": tokens(1), "attention_mask": torch.zeros(4, 33)}
+    for nothing in ([masked], [tokens(1, 0)]):
+        with pytest.raises(
+            ValueError, match=r"held_out has 1 batches, none of .* \[\] to hold out none"
+        ):
+            lb.calibrate(model, INT3, [tokens(0)], held_out=nothing)
     assert all(type(p) is nn.Parameter for p in model.parameters())
 
 

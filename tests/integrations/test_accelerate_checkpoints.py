@@ -69,3 +69,16 @@ def test_save_model(how, tmp_path):
     other.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
     x = values((3, 64), 1)
     assert same_bits(other(x), model(x))
+
+
+@over
+def test_weights_are_not_loaded_tensor_by_tensor(how, tmp_path):
+    """Parts have no description there, and plain values no scheme: the message names the calls that load them."""
+    file = str(tmp_path / "model.bin")
+    torch.save(made(how)[0].state_dict(), file)
+    other, _ = made(how, seed=1)
+    with pytest.raises((AttributeError, TypeError), match=r"Tensor .*lowbit\.load.*dispatch_model"):
+        accelerate.load_checkpoint_and_dispatch(other, file, device_map={"": "cpu"})
+    accelerate.load_checkpoint_in_model(other, file)
+    accelerate.dispatch_model(other, {"": "cpu"})
+    assert same_bits(other(values((3, 64), 1)), made(how)[0](values((3, 64), 1)))

@@ -341,6 +341,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"token_type_ids": torch.zeros(1, 11, dtype=torch.int64)}, "token_type_ids"),
     ({"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([10]), 0)}, "attention_mask"),
     ({"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([5]), 0)}, "attention_mask"),
+    ({"attention_mask": torch.full((1, 11), 2)}, "attention_mask with other values than 0 and 1"),
     ({"position_ids": torch.arange(11)[None] + 3}, "position_ids"),
 ]  # fmt: skip
 
@@ -358,6 +359,19 @@ def test_what_it_does_not_do_raises(option: dict[str, Any], said: str) -> None:
         # For two of them, transformers' own message comes first.
         if option.keys() != {"token_type_ids"} and "stop strings" not in str(error.value):
             assert "without custom_generate, which is transformers' own loop" in str(error.value)
+
+
+def test_a_token_that_transformers_takes_for_padding() -> None:
+    """It makes the mask itself. The message says how to say that the token is none."""
+    prompt = torch.tensor([[5, 0, 7]])
+    settings: dict[str, Any] = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    settings["eos_token_id"] = None
+    with pytest.raises(
+        ValueError, match=r"pad_token_id in a prompt .* torch\.ones_like\(input_ids\)"
+    ):
+        hf.generate(made(), prompt, **settings)
+    mask = torch.ones_like(prompt)
+    assert hf.generate(made(), prompt, attention_mask=mask, **settings).shape == (1, 5)
 
 
 @pytest.mark.parametrize(

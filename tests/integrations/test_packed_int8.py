@@ -87,10 +87,11 @@ def test_trained_experts_are_rounded_to_the_grid_of_the_folder(
     losses = steps(model, optimizer_of(model), 4)
     assert losses[-1] < losses[0] - 0.1
     sync.write(model, out, like=folder, lossy=True)
+    lowbit.export(model, tmp_path / "in training", like=folder, lossy=True)
     train.convert_(model)
     lowbit.export(model, tmp_path / "converted", like=folder, lossy=True)
     own, theirs = sums(out), sums(folder)
-    assert own == sums(tmp_path / "converted")
+    assert own == sums(tmp_path / "converted") == sums(tmp_path / "in training")
     assert {n: s[:3] for n, s in own.items()} == {n: s[:3] for n, s in theirs.items()}
     changed = {name for name in own if own[name] != theirs[name]}
     assert changed and all(".experts." in name for name in changed)

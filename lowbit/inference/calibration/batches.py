@@ -99,14 +99,17 @@ def usable_batches(
         last = len(usable) - len(usable) // HELD_OUT
         usable, others = usable[:last], usable[last:]
     kept = Batches(usable, ranks, others)
-    for name, own, counts in zip(
-        ("batches", "held_out"), given, (kept.total, kept.held_out), strict=True
-    ):
-        if not counts and (own or name == "batches"):
-            raise ValueError(
-                f"got {len(own)} {name}, none of which has elements that count; accepted: one or more "
-                f"with an element, and with a 1 in {MASK} if they have that, a few thousand tokens in all"
-            )
+    counted = f"with an element, and with a 1 in {MASK} if they have that"
+    if not kept.total:
+        raise ValueError(
+            f"got {len(given[0])} batches, none of which has elements that count; accepted: one or more {counted}, a "
+            "few thousand tokens in all"
+        )
+    if given[1] and not kept.held_out:
+        raise ValueError(
+            f"held_out has {len(given[1])} batches, none of which has elements that count; accepted: some {counted}, "
+            "or [] to hold out none"
+        )
     return kept
 
 

@@ -52,6 +52,12 @@ _SPECIAL = {
 }
 """The functions that need more than torch's own implementation."""
 
+_LOADED_WHOLE = (
+    "as accelerate.load_checkpoint_and_dispatch asks for with a device_map; accepted: a loaded model, by "
+    "model.load_state_dict(lowbit.load(file), assign=True) or lowbit.load_pretrained(folder), and then "
+    "accelerate.dispatch_model(model, device_map)"
+)
+
 
 def stored_shape(tensor: Any, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape in which `tensor` stores one of this logical shape: its last two dimensions swapped if transposed."""
@@ -276,6 +282,11 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def over(self, values: Tensor) -> Self | None:
         """A tensor like this one over other plain values of its shape; None where a plain tensor takes its place."""
         return None
+
+    @property
+    def _parameters(self) -> None:
+        """What accelerate asks a module for, in the place of which it has `weight` of the entry `weight.codes`."""
+        raise AttributeError(f"{type(self).__name__} takes no parts one by one, {_LOADED_WHOLE}")
 
     def nbytes_stored(self) -> int:
         """Bytes that the inner tensors take."""
@@ -600,6 +611,8 @@ def _also_a_parameter(make: Callable[..., Any]) -> Any:
     @wraps(make)
     def new(cls: type[LowbitTensor], *args: Any, **kwargs: Any) -> Any:
         is_own = len(args) == 1 and isinstance(args[0], cls) and kwargs.keys() <= {"requires_grad"}
+        if "requires_grad" in kwargs and not is_own:
+            raise TypeError(f"{cls.__name__} is not made of values alone, {_LOADED_WHOLE}")
         return torch.nn.Parameter(args[0], **kwargs) if is_own else make(cls, *args, **kwargs)
 
     return staticmethod(new)

@@ -175,10 +175,16 @@ def _starts(model_kwargs: dict[str, Any], batch: int, length: int) -> list[int]:
         raise refused(
             f"an attention_mask of shape {tuple(seen.shape)}", f"it takes {(batch, length)}"
         )
+    if mask is not None and not ((mask == 0) | (mask == 1)).all():
+        raise refused("an attention_mask with other values than 0 and 1", "1 is a token, 0 padding")
     starts = (~seen).sum(1)
     expected = torch.arange(length) >= starts[:, None]
     if not torch.equal(seen, expected) or not seen[:, -1].all():
-        raise refused("this attention_mask", "padding stands on the left (padding_side='left')")
+        raise refused(
+            "this attention_mask",
+            "padding stands on the left (padding_side='left'), and pad_token_id in a prompt without a mask counts as "
+            "padding, so give torch.ones_like(input_ids) where it does not",
+        )
     if positions is not None:
         own = (torch.arange(length) - starts[:, None]).clamp(min=0)
         given = positions.cpu().expand(batch, -1) if positions.ndim == 2 else positions
