@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners, watch_joined
+from lowbit.layers import cache_scales
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.qat.lora import merging_layers
 from lowbit.tensor.core.base import LowbitTensor
@@ -34,7 +35,8 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
 
     Each weight keeps its dtype, device, `requires_grad` and gradient. A quantized weight is frozen and becomes a plain
     frozen one, which `model.requires_grad_(True)` then makes trainable. The parameters are replaced: make an optimizer
-    afterwards. Ties stay ties, and prepared modules are again what they were before.
+    afterwards. Ties stay ties, and prepared modules are again what they were before. Static scales of a KV cache
+    (`lowbit.calibrate`) go too, if no `filter_fn` is given.
 
     Args:
         model: any module.
@@ -73,6 +75,7 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
     watch_joined(model)
     if filter_fn is None:
         forget_prepared(model, report)
+        cache_scales.forget(model)
     return report.count(model)
 
 

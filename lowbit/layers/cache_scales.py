@@ -59,6 +59,14 @@ def held_in(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
+def forget(model: nn.Module) -> None:
+    """Take the scales from the attention modules of a model."""
+    for module in model.modules():
+        if module.__dict__.pop(_SPEC, None) is not None:
+            for name in (KEY, VALUE):
+                module._buffers.pop(name, None)
+
+
 def is_named_so(name: str) -> bool:
     """True for the name of such a scale."""
     return name.rpartition(".")[2] in (KEY, VALUE)

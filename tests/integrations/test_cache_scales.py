@@ -84,6 +84,19 @@ def test_the_scales_are_those_of_the_cache() -> None:
     assert report.notes[0].startswith("float8 scales of the keys and values that model.layers.0")
 
 
+def test_a_dequantized_model_has_none() -> None:
+    """As the plain model that it is then, whose folder transformers reads without a word."""
+    model = build("LlamaForCausalLM")
+    names = [*model.state_dict()]
+    lb.calibrate(model, SCHEME, of(model)[:1], steps=[], method="minmax", kv_cache="float8")
+    lb.dequantize_(model, lambda module, name: name.endswith("q_proj"))
+    assert held_in(model)
+    lb.dequantize_(model)
+    assert not held_in(model) and [*model.state_dict()] == names
+    lb.calibrate(model, SCHEME, of(model)[:1], steps=[], method="minmax", kv_cache="float8")
+    assert held_in(model)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_with_a_cache(kind: str) -> None:
     """Also where the config or a batch says not to use it, which then hold again."""
