@@ -241,7 +241,7 @@ def test_training_schemes_take_the_same_weights(family: str, scheme: Any) -> Non
     model, quantized = (FAMILIES[family][0]() for _ in range(2))
     report = lb.train.prepare_(model, scheme)
     expected = {*lb.quantize_(quantized, INT4).converted}
-    if family in INPUTS_FIRST:
+    if family in INPUTS_FIRST and not isinstance(scheme, lb.train.Int8Weight):  # it has no products
         assert all("[experts, inputs, outputs]" in report.left[name] for name in stacks(model))
         expected -= {*stacks(model)}
     assert {*report.converted} == expected
