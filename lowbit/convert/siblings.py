@@ -11,9 +11,10 @@ from __future__ import annotations
 import re
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 
+MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+"""What servers name the layer that they merge of these."""
 _GROUPS: list[tuple[str, ...]] = [
-    ("q_proj", "k_proj", "v_proj"),
-    ("gate_proj", "up_proj"),
+    *MERGED.values(),
     ("query", "key", "value"),
     ("gate", "up"),
     ("wq", "wk", "wv"),

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from lowbit.convert import patterns
+from lowbit.convert.siblings import MERGED
 from lowbit.formats import compressed_tensors_fp4 as fp4
 from lowbit.formats.base import Format, FormatError, Parts, check_matrix, layer_of
 from lowbit.formats.compressed_tensors_words import DENSE_SINCE, crosses_words, in_dense_words
@@ -68,11 +69,6 @@ _PARTS = (
     *("weight_global_scale", "weight_g_idx"),
     *("input_scale", "input_zero_point", "input_global_scale"),
 )
-
-
-_MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-"""Layers that servers merge, and their parts. SGLang knows the parts for some models, and for
-others, such as DeepSeek's and Kimi's, it looks for the merged name; published folders of Kimi K2 list it too."""
 
 
 class CompressedTensors(Format):
@@ -318,10 +314,11 @@ def _spec_from(args: Any, what: str) -> Spec:
 
 
 def _merged(plain: Collection[str]) -> Iterator[str]:
-    """The names of merged layers of which all parts are among these."""
+    """The names of merged layers of which all parts are among these. SGLang knows the parts for some models, and for
+    others, such as DeepSeek's and Kimi's, it looks for the merged name; published folders of Kimi K2 list it too."""
     for name in plain:
         around, dot, own = name.rpartition(".")
-        for merged, parts in _MERGED.items():
+        for merged, parts in MERGED.items():
             if own == parts[0] and all(f"{around}{dot}{part}" in plain for part in parts):
                 yield f"{around}{dot}{merged}"
 

@@ -278,7 +278,7 @@ class Likeness:
 
 
 def _with_way_out(error: FormatError) -> FormatError:
-    """Of a format that has no place for a weight of this form."""
+    """The error of a format that has no place for a weight, and that `lossy=True` writes it."""
     text = str(error)
     rest = "" if "lossy=True" in text else "; lossy=True rounds it, and states the loss"
     return FormatError(f"{text}{rest}")

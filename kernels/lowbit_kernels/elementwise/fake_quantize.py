@@ -424,13 +424,13 @@ def _results(x: Tensor, group_size: int, dtype: torch.dtype, inside: bool) -> tu
 
 @fake_quantize_gradients.kernel
 def _launch_gradients(
-    grad, x, scale, zero_point, group_size, grid_name
+    grad, x, scale, zero_point, group_size, grid_name, in_place=False
 ) -> tuple[Tensor, Tensor, Tensor] | None:
     grid = Grid.named(grid_name)
     if not _runs_triton(x, grid, group_size):
         return None
     ran("fake_quantize_gradients", "triton")
-    return fake_quantize_triton.gradients(grad, x, scale, zero_point, group_size, grid)
+    return fake_quantize_triton.gradients(grad, x, scale, zero_point, group_size, grid, in_place)
 
 
 def gradients_in_place(
@@ -444,13 +444,12 @@ def gradients_in_place(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`fake_quantize_gradients`, whose grad_x takes the memory of `grad` where that is contiguous. For eager code:
     torch.compile does not see it, and the arguments, which are those of the op, are not checked."""
-    grid = Grid.named(grid_name)
-    if not _runs_triton(x, grid, group_size):
-        return fake_quantize_gradients(
-            grad, x, scale, zero_point, group_size=group_size, grid_name=grid_name
-        )
-    ran("fake_quantize_gradients", "triton")
-    return fake_quantize_triton.gradients(grad, x, scale, zero_point, group_size, grid, True)
+    found = _launch_gradients(grad, x, scale, zero_point, group_size, grid_name, in_place=True)
+    if found is not None:
+        return found
+    return fake_quantize_gradients(
+        grad, x, scale, zero_point, group_size=group_size, grid_name=grid_name
+    )
 
 
 @fake_quantize_descent.kernel

@@ -29,7 +29,7 @@ from lowbit.tracing.observer import Method, Observer, sum_over_ranks
 
 CacheFormat = Literal["float8"]
 _CACHES = "past_key_values", "layer_past"
-"""What the blocks of transformers call a cache that they are given."""
+"""The arguments by which blocks of transformers take a cache."""
 _USES = "use_cache"
 
 

@@ -308,8 +308,7 @@ def _held_out(
     kept: Callable[[Iterable[Tensor]], MutableSequence[Tensor]],
     over: Literal["blocks", "model"] = "model",
 ) -> list[HeldOut]:
-    """What a place gives for the batches held out, at a time at which its weights are not rounded yet; [] if there are
-    none.
+    """The outputs of a place for the batches held out, before its weights are rounded; [] without such batches.
 
     Args:
         name, module: of the place.
