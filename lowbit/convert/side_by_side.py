@@ -162,7 +162,7 @@ def holder_of(part: Tensor) -> Joint | None:
 
 
 def joint_of(parts: list[Tensor]) -> Tensor | None:
-    """The tensor of which these are the slices, all of them and in their order; None where they are no such slices."""
+    """The tensor of which these are the slices, all of them and in order, or None."""
     holder = holder_of(parts[0])
     if holder is None:
         return None

@@ -1,4 +1,4 @@
-"""What stands for the inputs of a weight that no batch has shown, and stored scales that suit them.
+"""An estimate of the inputs that a weight reads, where no batch has shown them, and stored scales that suit it.
 
 A trained weight W [N, K] reads the directions that its inputs have, since its gradients are sums of them. So the sums
 Σ x xᵀ of inputs are taken to grow with A = WᵀW / mean(diag WᵀW), but by less: as its square root, by the Padé
@@ -6,9 +6,9 @@ approximant around 1
 
     H = (I + 3 A) (3 I + A)⁻¹ = 3 I − 8 (3 I + A)⁻¹,
 
-which is 1/3 where A is 0, and at most 3. Of stored scales, such as the e4m3 numbers of NVFP4, each block of a row then
-takes the one with the least (ŵ − w) H (ŵ − w)ᵀ, one block after another, all other blocks as they are by then. Codes
-are the nearest ones. Errors of `INPUTS` neighbouring inputs are seen together.
+which is 1/3 where A is 0, and at most 3. Each block of a row then takes the stored scale (for NVFP4 an e4m3 number)
+with the least (ŵ − w) H (ŵ − w)ᵀ, one block after another, all other blocks as they are by then. Codes are the
+nearest ones. Errors of `INPUTS` neighbouring inputs are seen together.
 
 A scale decides the codes of its block, so each block has one error vector d for each scale that it may take, whatever
 the other blocks do. All d, and their own costs d H dᵀ, are computed once. A block then compares d H dᵀ + 2 d · r, where

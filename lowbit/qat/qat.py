@@ -110,8 +110,8 @@ def prepare_(
             (`lowbit.linear.coded_linear`). Its `output` stays True, as the scheme itself says how outputs are computed.
             Weights of other schemes keep high precision, and the report says so.
         format: that of `lowbit.export`, if the trained model will be written: scales then have the dtype that it stores
-            (`lowbit.formats.grid`), and what it cannot hold is refused before the training. Of models with adapters the
-            schemes alone are checked. None: scales have the dtype of the weight, or of the scheme.
+            (`lowbit.formats.grid`), and what it cannot hold is refused before the training. For models with adapters
+            only the schemes are checked. None: scales have the dtype of the weight, or of the scheme.
 
     A static activation has NaN for its scale until `lowbit.calibrate(model)`, unless that ran before with this scheme.
     With learned scales the one of the input is learned too, as `input_scale` and `input_zero` of its module;

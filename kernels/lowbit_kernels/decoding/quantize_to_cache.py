@@ -17,9 +17,9 @@
                             beyond the window are not written
     returns                 length + T: tokens that the cache has seen then
 
-Of more tokens than the ring has slots, the last `window` are written. A scale is at least 2**-100, so zeros have a
-scale and no NaN. In 4 bits it is at least 2**-10 of the largest magnitude. A token with a NaN or an infinity has the
-scale NaN and the codes 0. All is rounded to nearest even, and all arithmetic is float32.
+When more tokens come than the ring has slots, the last `window` are written. A scale is at least 2**-100, so zeros
+have a scale and no NaN. In 4 bits it is at least 2**-10 of the largest magnitude. A token with a NaN or an infinity
+has the scale NaN and the codes 0. All is rounded to nearest even, and all arithmetic is float32.
 """
 
 from __future__ import annotations

@@ -258,8 +258,8 @@ extern "C" __global__ void prepare(const Tensor *tensors, const Group *groups, S
 }
 
 // `locate` [ceil(tiles / LOCATE) + 1]: the tensor of every LOCATE-th tile, and that of the last tile.
-// `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`. Of weights that are codes, a row is what
-// otherwise is a tile.
+// `source` [TABLE_WORDS]: the tables of the states. `control`: as for `prepare`. For weights that are codes, a
+// tile is one row.
 extern "C" __global__ void __launch_bounds__(THREADS, 1024 / THREADS)
 step(const Tensor *__restrict__ tensors, const Scalars *__restrict__ scalars, const int *__restrict__ locate,
      const uint32 *__restrict__ source, uint32 tiles, const float *__restrict__ control) {

@@ -224,7 +224,7 @@ def _launch(a, b, addend, symmetric, alpha, beta, gamma, out_dtype) -> Tensor | 
     tiles_m, tiles_n = triton.cdiv(m, size_m), triton.cdiv(n, size_n)
     tiles = tiles_m * (tiles_m + 1) // 2 if symmetric else tiles_m * tiles_n
     ran("batched_mm", "maps" if maps else "triton")
-    # A tile that ends below its matrix would be stored over the next one. Of float32 only one square tile has room.
+    # A tile that ends below its matrix would be stored over the next one. In float32 only one square tile has room.
     has_room = out.element_size() == 2 or (symmetric and addend is None)
     out_maps = maps and m % size_m == 0 and has_room
     added = out if addend is None else aligned(addend)

@@ -48,12 +48,12 @@ when_imported(_MODULE, _register)
 
 
 def _mm(a: Tensor, b: Tensor, *, out_val: Tensor) -> int:
-    """Of [M, K] @ [K, N]."""
+    """The formula of [M, K] @ [K, N]."""
     return 2 * a.shape[0] * a.shape[1] * b.shape[1]
 
 
 def _grouped_mm(a: Tensor, b: Tensor, *args: Any, out_val: Tensor, **kwargs: Any) -> int:
-    """Of [M, K] @ [E, K, N], where a row meets one expert, and of the other forms of ``torch._grouped_mm``."""
+    """The formula of [M, K] @ [E, K, N], where a row meets one expert, and of other forms of ``torch._grouped_mm``."""
     matrices = a.shape[0] if a.dim() == b.dim() == 3 else 1
     return 2 * matrices * a.shape[-2] * a.shape[-1] * b.shape[-1]
 

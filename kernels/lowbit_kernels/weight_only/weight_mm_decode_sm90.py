@@ -56,7 +56,7 @@ THREADS = {1: 32 * (WARPS + 4), 2: 32 * (WARPS + 2)}  # of a block, by blocks of
 COLUMNS = 8  # of mma
 TEAM_PART = 17 * 1024  # most bytes of codes that a team loads at once
 KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
-# Of one of so many blocks of a multiprocessor: bytes of shared memory, and registers of a thread that hold x.
+# By blocks of a multiprocessor: bytes of shared memory of each, and registers of a thread that hold x.
 RESIDENT = {1: (nvrtc.SHARED_LIMIT, 64), 2: (113 * 1024, 16)}
 ROUNDING_BYTES = 1536  # of shared memory, for the scales of tokens
 ROUNDS_MACROS = {torch.int8: "INT8", E4M3: "E4M3"}

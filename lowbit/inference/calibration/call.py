@@ -143,7 +143,7 @@ def calibrate(
 
     Args:
         model: a plain model; in the context also a prepared one; or the folder of a model of transformers.
-        scheme, filter_fn: those of `lowbit.quantize_`. Of a folder, scales have the dtype that the format stores.
+        scheme, filter_fn: those of `lowbit.quantize_`. For a folder, scales have the dtype that the format stores.
         batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
             any device. They may differ in shape. Tokens whose `attention_mask` is 0 don't count, except for a decoder's
             `decoder_input_ids` of the same shape with another mask, where all do. Read once, and kept.

@@ -81,8 +81,8 @@ class Moments:
 
     @classmethod
     def of_weight(cls, weight: Tensor, groups: int = 1) -> Moments:
-        """What stands for the sums over the inputs of a float32 weight [..., N, K] that no batch reaches. Of `groups`
-        of a convolution, N / groups rows each, every one has inputs of its own.
+        """An estimate of the sums over the inputs of a float32 weight [..., N, K] that no batch reaches. Each of the
+        `groups` of a convolution, N / groups rows, has inputs of its own.
 
         H = A + I, with A of `lowbit.numerics.unseen_inputs`. The identity keeps the error of all other directions
         small. The root of A, which suits scales alone, is worse for codes that make up for each other."""

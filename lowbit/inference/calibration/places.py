@@ -115,7 +115,7 @@ class Place:
     _last: Group | None = None
     """The group with which `keep` gets what it takes."""
     _taken: list[tuple[set[str], int]] = field(default_factory=list)
-    """Names of groups, and their products by `counts`. Of the last group each run of `high` counts them anew."""
+    """Names of groups, and their products by `counts`. Each run of `high` counts those of the last group anew."""
 
     def groups(self, targets: list[Target], needs: Needs) -> Iterator[Group]:
         """The weights in the order of their calls, each group with the sums over its inputs at this time. `targets` is
@@ -198,8 +198,8 @@ class Place:
                 self._taken += [(group.names, count)] if group is not self._last else []
 
     def _called(self, targets: Sequence[Target]) -> dict[int, tuple[int, bool, int]]:
-        """Of each weight that is called, in this order: the number of the tensor that it multiplies, whether that is a
-        plain tensor, and the most calls in a batch."""
+        """For each weight that is called, in the order of calls: the number of the tensor that it multiplies, whether
+        that is a plain tensor, and the most calls in a batch."""
         first: dict[int, Any] = {}
         calls = dict.fromkeys(range(len(targets)), 0)
 
