@@ -15,7 +15,7 @@ directions; a part of a row has a scale of its own. Shards hold whole rows, or w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -27,14 +27,7 @@ from lowbit.numerics.packing import unpack
 from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.low_bit_weights import Int4Weight
 from lowbit.schemes.presets import Int4WeightOnly
-from lowbit.tensor.core import (
-    InnerShapes,
-    aten,
-    check_weight,
-    looked_up,
-    product_below_autograd,
-    stored_shape,
-)
+from lowbit.tensor.core import InnerShapes, check_weight, stored_shape
 from lowbit.tensor.trained.int8_weight import Int8WeightTensor
 
 MOST = 7
@@ -199,11 +192,3 @@ def _round(
         packed=True,
     )
     return codes.view(*lead, groups * group // 2), scale.view(*lead, groups)
-
-
-Int4WeightTensor.implements(aten.embedding.default)(looked_up)
-
-
-@Int4WeightTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
-def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return product_below_autograd(Int4WeightTensor.linear, func, args, kwargs)
