@@ -7,12 +7,15 @@ A representation overrides the methods that its layout answers otherwise.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from lowbit.numerics.packing import as_bytes
+
+Kind = TypeVar("Kind", bound=Any)
+"""The class of the tensor."""
 
 
 class ShapeArithmetic:
@@ -22,7 +25,7 @@ class ShapeArithmetic:
         """Names of the inner tensors whose dimension 0 runs along this tensor's; all rows share the others."""
         return tuple(self.inner_tensors())
 
-    def _slice(self: Any, dim: int, start: int, end: int) -> Any:
+    def _slice(self: Kind, dim: int, start: int, end: int) -> Kind:
         if dim != 0:
             raise self._unsupported(f"slicing along dimension {dim}")
         rows = self._row_attrs()
@@ -31,16 +34,16 @@ class ShapeArithmetic:
         }
         return self._with(tensors, (end - start, *self.shape[1:]))
 
-    def _slice_as_stored(self: Any, dim: int, start: int, end: int) -> Any:
+    def _slice_as_stored(self: Kind, dim: int, start: int, end: int) -> Kind:
         """`_slice` of a transposed tensor: that of the tensor which it holds, transposed again."""
         swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
         return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
 
-    def _view(self: Any, shape: tuple[int, ...]) -> Any:
+    def _view(self: Kind, shape: tuple[int, ...]) -> Kind | None:
         """This tensor with its dimensions merged or split as `shape`, or None where it cannot be."""
         return None
 
-    def _cat(self: Any, tensors: Sequence[Any], dim: int) -> Any:
+    def _cat(self: Kind, tensors: Sequence[Kind], dim: int) -> Kind:
         if dim != 0:
             raise self._unsupported(f"cat along dimension {dim}")
         rows = self._row_attrs()
@@ -48,7 +51,7 @@ class ShapeArithmetic:
         total = sum(t.shape[0] for t in tensors)
         return self._with({**self.inner_tensors(), **joined}, (total, *self.shape[1:]))
 
-    def _transposed(self: Any) -> Any:
+    def _transposed(self: Kind) -> Kind:
         """This tensor with its last two dimensions swapped, over the same memory."""
         if "transposed" not in self.meta_attrs:
             raise self._unsupported(
@@ -57,7 +60,7 @@ class ShapeArithmetic:
         shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
         return self._with(shape=shape, transposed=not self.transposed)
 
-    def _expert(self: Any, index: int) -> Any:
+    def _expert(self: Kind, index: int) -> Kind:
         """Entry `index` of dimension 0, where each has its own inner tensors."""
         if self.transposed:
             return self._transposed()._expert(index)._transposed()
@@ -69,7 +72,7 @@ class ShapeArithmetic:
             raise self._unsupported("selecting an expert, since they share scales")
         return self._with(tensors, shape)
 
-    def _take(self: Any, rows: Tensor) -> Any:
+    def _take(self: Kind, rows: Tensor) -> Kind:
         """The rows at a 1-D index of dimension 0. Negative ones are out of range, as in an embedding."""
         names = self._row_attrs()
         tensors = {
@@ -103,6 +106,6 @@ class ShapeArithmetic:
         tensors = {name: make(size, dtype=kind, device=device) for name, size, kind in own}
         return self._with(tensors, shape, dtype)
 
-    def _pad_rows(self: Any, rows: int) -> Any:
+    def _pad_rows(self: Kind, rows: int) -> Kind:
         """This tensor followed by `rows` rows of zeros."""
         return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)

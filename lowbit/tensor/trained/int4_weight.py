@@ -15,7 +15,7 @@ directions; a part of a row has a scale of its own. Shards hold whole rows, or w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -27,7 +27,7 @@ from lowbit.numerics.packing import unpack
 from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.low_bit_weights import Int4Weight
 from lowbit.schemes.presets import Int4WeightOnly
-from lowbit.tensor.core import InnerShapes, check_weight, stored_shape
+from lowbit.tensor.core import InnerShapes, stored_shape
 from lowbit.tensor.trained.int8_weight import Int8WeightTensor
 
 MOST = 7
@@ -46,19 +46,10 @@ class Int4WeightTensor(Int8WeightTensor):
 
     scheme: Int4Weight  # type: ignore[assignment]
 
-    def __new__(cls, weight: Tensor, scheme: Int4Weight, name: str = "") -> Self:
-        """Round `weight` [..., N, K], float32, bfloat16 or float16, to nearest. `scheme.seed` and `name`, that of the
-        parameter in the model, determine the random numbers of its updates.
-
-        Raises ValueError as `AffineTensor.from_float` does.
-        """
-        check_weight(weight)
-        codes, scale = _round(weight.detach(), scheme.group_size)
-        meta = {"scheme": scheme, "columns": None, "transposed": False}
-        self = cls.from_inner({"codes": codes, "scale": scale}, meta, weight.shape, weight.dtype)
-        if not weight.is_meta:
-            self.set_offsets(name)
-        return self
+    @classmethod
+    def _nearest(cls, weight: Tensor, scheme: Any) -> dict[str, Tensor]:
+        codes, scale = _round(weight, scheme.group_size)
+        return {"codes": codes, "scale": scale}
 
     @property
     def spec(self) -> Spec:

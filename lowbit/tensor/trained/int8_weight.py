@@ -116,14 +116,19 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         Raises ValueError as `AffineTensor.from_float` does.
         """
         check_weight(weight)
-        rows = weight.detach().float().reshape(weight.shape[:-1].numel(), weight.shape[-1])
-        codes, scale = kernels.round_rows.round_rows(rows)
         meta = {"scheme": scheme, "columns": None, "transposed": False}
-        tensors = {"codes": codes.view(weight.shape), "scale": scale.view(*weight.shape[:-1], 1)}
+        tensors = cls._nearest(weight.detach(), scheme)
         self = cls.from_inner(tensors, meta, weight.shape, weight.dtype)
         if not weight.is_meta:
             self.set_offsets(name)
         return self
+
+    @classmethod
+    def _nearest(cls, weight: Tensor, scheme: Any) -> dict[str, Tensor]:
+        """The codes and scales of a plain weight, rounded to nearest."""
+        rows = weight.float().reshape(weight.shape[:-1].numel(), weight.shape[-1])
+        codes, scale = kernels.round_rows.round_rows(rows)
+        return {"codes": codes.view(weight.shape), "scale": scale.view(*weight.shape[:-1], 1)}
 
     @classmethod
     def prepared(cls, weight: Tensor, scheme: Int8Weight, name: str) -> Int8WeightTensor:
