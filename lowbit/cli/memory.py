@@ -154,13 +154,13 @@ def _states_of(shape: Shape, kind: type[optim.AdamW]) -> int:
     return sum(map(state.nbytes, [state.new_step(weight), *made]))
 
 
-def adapters(model: ModelShapes, rank: int = RANK) -> dict[str, Shape]:
+def adapters(model: ModelShapes) -> dict[str, Shape]:
     """The two factors of LoRA for each matrix of two dimensions."""
     found: dict[str, Shape] = {}
     for name in model.matrices():
         shape = model.weights[name]
         if len(shape) == 2:
-            found |= {f"{name}.A": (rank, shape[1]), f"{name}.B": (shape[0], rank)}
+            found |= {f"{name}.A": (RANK, shape[1]), f"{name}.B": (shape[0], RANK)}
     return found
 
 

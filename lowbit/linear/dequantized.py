@@ -78,11 +78,8 @@ class DequantizedOperands:
 _IN_GRAPHS = DequantizedOperands(None)
 
 
-def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) -> Tensor:
-    """x [..., K] times the values of the TrainableTensor `weight` [N, K], transposed, plus bias [N].
-
-    `why`: the reason for high precision, for a trace.
-    """
+def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None) -> Tensor:
+    """x [..., K] times the values of the TrainableTensor `weight` [N, K], transposed, plus bias [N]."""
     with _PlainAttributes():
         x, bias, arguments, how = remembered(x, weight, bias)
         if how is None:
@@ -91,7 +88,7 @@ def dequantized_linear(x: Tensor, weight: Any, bias: Tensor | None, why: str) ->
             n, k = weight.shape
             # Size.numel() would make a symbol of torch.compile a number.
             m = math.prod(x.shape[:-1])
-            tracer.note(m, n, k, why, weight)
+            tracer.note(m, n, k, "weight dequantized", weight)
             if arguments is not None:
                 remember(weight, x, arguments, DequantizedOperands)
         return rounded_product(x, weight, bias, DequantizedOperands.of(weight))

@@ -40,6 +40,7 @@ from typing import Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+from lowbit.numerics.blocks import block_counts, in_blocks, one_a_block, within
 from lowbit.numerics.code_range import (
     CodeType,
     check_zero_point_dtype,
@@ -68,43 +69,6 @@ def check_input(input: Tensor) -> None:
         )
 
 
-def block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
-    """The number of blocks along each dimension. Raises ValueError unless blocks tile `shape`."""
-    if len(block_size) != len(shape):
-        raise ValueError(
-            f"block_size {tuple(block_size)} must have one entry for each dimension of shape {tuple(shape)}"
-        )
-    counts = []
-    for size, block in zip(shape, block_size, strict=True):
-        if block < 1 or size % block:
-            raise ValueError(
-                f"block_size {tuple(block_size)} does not tile shape {tuple(shape)}: {size} is not a multiple "
-                f"of {block}; pad the tensor or choose a block that divides it"
-            )
-        counts.append(size // block)
-    return counts
-
-
-def _blocked(x: Tensor, block_size: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """`x` as [n0, b0, n1, b1, …] with n blocks of size b along each dimension, and the counts n."""
-    counts = block_counts(x.shape, block_size)
-    shape: list[int] = []
-    for pair in zip(counts, block_size, strict=True):
-        shape += pair
-    return x.reshape(shape), counts
-
-
-def _per_block(param: Tensor, counts: Sequence[int], name: str) -> Tensor:
-    """A parameter (any shape with one element a block) as [n0, 1, n1, 1, …], to broadcast over `_blocked`."""
-    expected, shape = math.prod(counts), [size for n in counts for size in (n, 1)]
-    if param.numel() != expected:
-        raise ValueError(
-            f"{name} has {param.numel()} elements (shape {tuple(param.shape)}) for {expected} blocks "
-            f"({tuple(counts)} along the dimensions)"
-        )
-    return param.reshape(shape)
-
-
 def absmax_of_blocks(input: Tensor, block_size: Sequence[int]) -> Tensor:
     """The largest magnitude of each block: float32, blocks along each dimension."""
     min_neg, max_pos = _min_max(input, block_size, None, None)
@@ -125,14 +89,14 @@ def _min_max(
     if (min_val is None) != (max_val is None):
         raise ValueError("give both min_val and max_val, or neither")
     if min_val is None or max_val is None:
-        blocks, counts = _blocked(input.float(), block_size)
-        inner = list(range(1, blocks.ndim, 2))
+        blocks = in_blocks(input.float(), block_size)
+        inner = within(blocks)
         min_val = blocks.amin(inner) if inner else blocks
         max_val = blocks.amax(inner) if inner else blocks
     else:
         counts = block_counts(input.shape, block_size)
-        min_val = _per_block(min_val.float(), counts, "min_val").reshape(counts)
-        max_val = _per_block(max_val.float(), counts, "max_val").reshape(counts)
+        min_val = one_a_block(min_val.float(), counts, "min_val").reshape(counts)
+        max_val = one_a_block(max_val.float(), counts, "max_val").reshape(counts)
     return min_val.clamp(max=0.0), max_val.clamp(min=0.0)
 
 
@@ -420,10 +384,11 @@ def round_to_grid(
 def _all_blocked(
     x: Tensor, block_size: Sequence[int], scale: Tensor, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    blocks, counts = _blocked(x, block_size)
-    scale = _per_block(scale, counts, "scale")
+    blocks = in_blocks(x, block_size)
+    counts = blocks.shape[::2]
+    scale = one_a_block(scale, counts)
     if zero_point is not None:
-        zero_point = _per_block(zero_point, counts, "zero_point")
+        zero_point = one_a_block(zero_point, counts, "zero_point")
     return blocks, scale, zero_point
 
 

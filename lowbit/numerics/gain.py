@@ -18,7 +18,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.numerics.affine import block_counts, half_step
+from lowbit.numerics.affine import half_step
+from lowbit.numerics.blocks import block_sums
 from lowbit.numerics.float32 import round_to_dtype
 from lowbit.numerics.spec import Spec
 
@@ -73,13 +74,8 @@ def of_full_gain(
     own, values = (t.float().ldexp(-x.abs().amax().float().frexp().exponent) for t in (x, values))
     weighed = own if importance is None else own * importance
     block = spec.block_size(codes.shape)
-    pairs = zip(block_counts(codes.shape, block), block, strict=True)
-    sizes = [n for pair in pairs for n in pair]
-
-    def sums(t: Tensor) -> Tensor:
-        return spec.pad(t).reshape(sizes).sum(list(range(1, len(sizes), 2)), dtype=torch.float64)
-
-    factor = (sums(weighed * own) / sums(weighed * values)).float()
+    both, single = (block_sums(spec.pad(weighed * t), block, torch.float64) for t in (own, values))
+    factor = (both / single).float()
     return *with_scales_times(spec, codes, (scale, zero), factor, tuple(x.shape)), joint
 
 

@@ -38,6 +38,7 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.affine import grid_of, half_step, scale_of_largest, smallest_scale
+from lowbit.numerics.blocks import block_sums, in_blocks, one_a_block
 from lowbit.numerics.code_range import clamped, within_range
 from lowbit.numerics.float32 import computed_again, round_to_dtype
 from lowbit.numerics.number_format import Int
@@ -313,8 +314,8 @@ def codes_and_residual(
     residual counts within the range only."""
     codes, values = spec.codes_and_values(weight, scale, zero_point)
     block = spec.block_size(codes.shape)
-    distance = _in_blocks(values - spec.pad(weight).float(), block)
-    return codes, distance.div(_spread(scale)).view(codes.shape)
+    distance = in_blocks(values - spec.pad(weight).float(), block)
+    return codes, distance.div(one_a_block(scale.float(), scale.shape)).view(codes.shape)
 
 
 def gradients(
@@ -337,11 +338,11 @@ def gradients(
     inside = within_range(codes, fmt.dtype, low, high)
     ends = codes.clamp(low, high) - _code_of_z(spec)
     wide = spec.pad(grad.float())
-    sums = _block_sums(wide * torch.where(inside, residual, ends), block)
+    sums = block_sums(wide * torch.where(inside, residual, ends), block)
     grad_scale = (sums * rate_of(spec)).to(scale_parameter.dtype)
     grad_zero = None
     if zero_parameter is not None:
-        sums = _block_sums(torch.where(inside, 0.0, wide), block)
+        sums = block_sums(torch.where(inside, 0.0, wide), block)
         grad_zero = (sums * RATE).to(zero_parameter.dtype)
     return torch.where(crop(inside, grad.shape), grad, 0.0), grad_scale, grad_zero
 
@@ -353,17 +354,3 @@ def _code_of_z(spec: Spec) -> float:
         return 0
     middle = (int(fmt.quant_min) + int(fmt.quant_max) + 1) // 2
     return middle - 0.5 if spec.mapping == "half_integer" else middle
-
-
-def _in_blocks(x: Tensor, block: Sequence[int]) -> Tensor:
-    """x as [n0, b0, n1, b1, …], with n blocks of size b along each dimension."""
-    return x.reshape([s for n, b in zip(x.shape, block, strict=True) for s in (n // b, b)])
-
-
-def _spread(scale: Tensor) -> Tensor:
-    """One number a block as [n0, 1, n1, 1, …]."""
-    return scale.float().reshape([s for n in scale.shape for s in (n, 1)])
-
-
-def _block_sums(x: Tensor, block: Sequence[int]) -> Tensor:
-    return _in_blocks(x, block).sum(list(range(1, 2 * x.ndim, 2)))

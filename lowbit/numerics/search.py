@@ -35,7 +35,6 @@ from torch import Tensor
 from lowbit.numerics.affine import (
     VALUE_ZERO_POINT,
     MappingName,
-    block_counts,
     check_input,
     chosen_qparams,
     dequantize_affine,
@@ -45,6 +44,7 @@ from lowbit.numerics.affine import (
     round_to_grid,
     smallest_scale,
 )
+from lowbit.numerics.blocks import block_counts, block_sums
 from lowbit.numerics.code_range import CodeType, is_value, quant_range
 from lowbit.numerics.float32 import round_to_dtype
 
@@ -450,7 +450,6 @@ def best_of_scales(
     `search_qparams_affine`; scales are float32, one a block.
     """
     weights = None if importance is None else _check_importance(importance, input.shape)
-    counts = block_counts(input.shape, block_size)
 
     def error(scale: Tensor) -> Tensor:
         codes = quantize_affine(input, block_size, scale, None, dtype)
@@ -458,9 +457,7 @@ def best_of_scales(
         wrong = values.sub_(input.float()).square_()
         if weights is not None:
             wrong = wrong * weights.float()
-        blocked = [n for pair in zip(counts, block_size, strict=True) for n in pair]
-        inner = list(range(1, len(blocked), 2))
-        return wrong.reshape(blocked).sum(inner, dtype=torch.float64)
+        return block_sums(wrong, block_size, torch.float64)
 
     if input.is_meta or input.numel() == 0:
         return start

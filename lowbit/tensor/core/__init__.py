@@ -1,9 +1,9 @@
 """The base of every low-bit tensor, and its answers to torch's protocols. Representations import this page.
 
-- `base`: the declarations of a representation, and what follows; `checks`: of weights and views; `base_ops`: aten
-  operations; `indexing`, `contracted`: functions that take a tensor apart, or multiply by it in their own way;
-  `reading`: the values of a weight that is rounded later; `lazy_stack`: experts that are made when they are read;
-  `torchscript`: its refusal
+- `base`: the declarations of a representation, and what follows; `shape_arithmetic`: its parts, and several joined;
+  `checks`: of weights and views; `base_ops`: aten operations; `indexing`, `contracted`: functions that take a tensor
+  apart, or multiply by it in their own way; `reading`: the values of a weight that is rounded later; `lazy_stack`:
+  experts that are made when they are read; `torchscript`: its refusal
 - `pickled`, `state_dict`: the contents of files
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
@@ -17,6 +17,7 @@ from lowbit.tensor.core.base import count_on_lists as count_on_lists
 from lowbit.tensor.core.base import stored_shape as stored_shape
 from lowbit.tensor.core.base import written as written
 from lowbit.tensor.core.base_ops import copy_ as copy_
+from lowbit.tensor.core.base_ops import experts_in_high_precision as experts_in_high_precision
 from lowbit.tensor.core.base_ops import looked_up as looked_up
 from lowbit.tensor.core.base_ops import product_below_autograd as product_below_autograd
 from lowbit.tensor.core.base_ops import to_copy as to_copy

@@ -32,12 +32,12 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics import class_names
-from lowbit.numerics.packing import as_bytes
 from lowbit.tensor.core.contracted import CONTRACTIONS, NoView, contracted
 from lowbit.tensor.core.fsdp import FSDPHooks
 from lowbit.tensor.core.indexing import READS, as_copies, index_in_graph, is_advanced, write
 from lowbit.tensor.core.pickled import Pickling
 from lowbit.tensor.core.reading import KEEPS, read, reads
+from lowbit.tensor.core.shape_arithmetic import ShapeArithmetic
 from lowbit.tensor.core.torchscript import is_traced, refuse_trace
 from lowbit_kernels.runtime.library import contiguous_strides
 
@@ -91,7 +91,7 @@ class CodesByRow(NamedTuple):
         return self.codes, self.scale, self.place
 
 
-class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
+class LowbitTensor(FSDPHooks, ShapeArithmetic, Pickling, torch.Tensor):
     """A tensor of logical `shape` and `dtype`, stored in low bits. See the module for how to write a subclass."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ()
@@ -316,91 +316,6 @@ class LowbitTensor(FSDPHooks, Pickling, torch.Tensor):
     def _takes_meta_of(self, other: Tensor) -> bool:
         """True if `copy_` from `other`, which is stored differently, copies inner tensors and metadata."""
         return False
-
-    def _row_attrs(self) -> tuple[str, ...]:
-        """Names of the inner tensors whose dimension 0 runs along this tensor's; all rows share the others."""
-        return tuple(self.inner_tensors())
-
-    def _slice(self, dim: int, start: int, end: int) -> Self:
-        if dim != 0:
-            raise self._unsupported(f"slicing along dimension {dim}")
-        rows = self._row_attrs()
-        tensors = {
-            name: t[start:end] if name in rows else t for name, t in self.inner_tensors().items()
-        }
-        return self._with(tensors, (end - start, *self.shape[1:]))
-
-    def _slice_as_stored(self, dim: int, start: int, end: int) -> Self:
-        """`_slice` of a transposed tensor: that of the tensor which it holds, transposed again."""
-        swapped = {self.ndim - 1: self.ndim - 2, self.ndim - 2: self.ndim - 1}
-        return self._transposed()._slice(swapped.get(dim, dim), start, end)._transposed()
-
-    def _view(self, shape: tuple[int, ...]) -> Self | None:
-        """This tensor with its dimensions merged or split as `shape`, or None where it cannot be."""
-        return None
-
-    def _cat(self, tensors: Sequence[Self], dim: int) -> Self:
-        if dim != 0:
-            raise self._unsupported(f"cat along dimension {dim}")
-        rows = self._row_attrs()
-        joined = {name: torch.cat([getattr(t, name) for t in tensors]) for name in rows}
-        total = sum(t.shape[0] for t in tensors)
-        return self._with({**self.inner_tensors(), **joined}, (total, *self.shape[1:]))
-
-    def _transposed(self) -> Self:
-        """This tensor with its last two dimensions swapped, over the same memory."""
-        if "transposed" not in self.meta_attrs:
-            raise self._unsupported(
-                "transposition, nor products (accepted: subclasses of AffineTensor and TrainableTensor)"
-            )
-        shape = (*self.shape[:-2], self.shape[-1], self.shape[-2])
-        return self._with(shape=shape, transposed=not self.transposed)
-
-    def _expert(self, index: int) -> Self:
-        """Entry `index` of dimension 0, where each has its own inner tensors."""
-        if self.transposed:
-            return self._transposed()._expert(index)._transposed()
-        shape = tuple(self.shape[1:])
-        selected = {name: getattr(self, name).select(0, index) for name in self._row_attrs()}
-        tensors = {**self.inner_tensors(), **selected}
-        expected = {name: size for name, (size, _) in self.inner_shapes(shape).items()}
-        if {name: tuple(t.shape) for name, t in tensors.items()} != expected:
-            raise self._unsupported("selecting an expert, since they share scales")
-        return self._with(tensors, shape)
-
-    def _take(self, rows: Tensor) -> Self:
-        """The rows at a 1-D index of dimension 0. Negative ones are out of range, as in an embedding."""
-        names = self._row_attrs()
-        tensors = {
-            name: as_bytes(t).index_select(0, rows).view(t.dtype) if name in names else t
-            for name, t in self.inner_tensors().items()
-        }
-        return self._with(tensors, (rows.shape[0], *self.shape[1:]))
-
-    def _row(self, index: int) -> Tensor:
-        """Row `index` of a matrix, or element `index` of a vector, as plain values."""
-        try:
-            part = self._slice(0, index, index + 1)
-        except NotImplementedError:  # several rows, or all elements of a vector, share a scale
-            return self.dequantize()[index]
-        return part.dequantize()[0]
-
-    def _all_rows(self) -> list[Tensor]:
-        """`_row` of each index."""
-        return list(self.dequantize().unbind())
-
-    def _new(
-        self, shape: tuple[int, ...], dtype: torch.dtype, device: Any, make: Callable[..., Tensor]
-    ) -> Self:
-        """A tensor of `shape`, which differs from this one's in dimension 0 only. `make`: torch.zeros, torch.empty."""
-        shapes = self.inner_shapes(shape)
-        own = [(name, *shapes[name]) for name in self.inner_tensors()]
-        tensors = {name: make(size, dtype=kind, device=device) for name, size, kind in own}
-        return self._with(tensors, shape, dtype)
-
-    def _pad_rows(self, rows: int) -> Self:
-        """This tensor followed by `rows` rows of zeros."""
-        return self._cat([self, self.new_zeros((rows, *self.shape[1:]))], 0)  # type: ignore[list-item]
 
     @property
     def is_describable(self) -> bool:

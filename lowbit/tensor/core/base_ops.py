@@ -307,6 +307,15 @@ def looked_up(func: Any, args: Any, kwargs: Any) -> Tensor:
     return rows.view(*indices.shape, *self.shape[1:])
 
 
+def experts_in_high_precision(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """aten.bmm or _grouped_mm of a plain operand and the values of a low-bit one, which may be either."""
+    dtype = next(x.dtype for x in args[:2] if not isinstance(x, LowbitTensor))
+    first, second = (
+        x.dequantize().to(dtype) if isinstance(x, LowbitTensor) else x for x in args[:2]
+    )
+    return func(first, second, *args[2:], **kwargs)
+
+
 def product_below_autograd(
     linear: Callable[..., Tensor], func: Any, args: Any, kwargs: Any
 ) -> Tensor:

@@ -83,21 +83,10 @@ def writes(func: Any) -> bool:
     return name.endswith("_") and name not in _NEUTRAL
 
 
-_IN_PLACE = [
-    "add",
-    "sub",
-    "mul",
-    "truediv",
-    "floordiv",
-    "mod",
-    "pow",
-    "and",
-    "or",
-    "xor",
-    "lshift",
-    "rshift",
-    "matmul",
-]
+_IN_PLACE = {
+    *("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul"),
+    *("and", "or", "xor", "lshift", "rshift"),
+}
 
 
 def _share(result: Tensor, other: Any) -> bool:

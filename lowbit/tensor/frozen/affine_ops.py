@@ -28,6 +28,7 @@ from lowbit.tensor.core import (
     check_not_flat,
     check_part,
     count_on_lists,
+    experts_in_high_precision,
     looked_up,
     product_below_autograd,
 )
@@ -62,17 +63,10 @@ def products_of_experts(func: Any, args: Any, kwargs: Any) -> Tensor:
                 f"{func} with it as the first operand, as its scheme quantizes inputs (accepted: input @ weight, or a "
                 "weight-only scheme)"
             )
-    plain = [x for x in args[:2] if not isinstance(x, LowbitTensor)]
-    if not plain:
+    if all(isinstance(x, LowbitTensor) for x in args[:2]):
         raise args[0]._unsupported(f"{func} of two low-bit tensors (accepted: one of them plain)")
-    dtype = plain[0].dtype
     y = _by_kernel(*args, **kwargs)
-    if y is not None:
-        return y
-    first, second = (
-        x.dequantize().to(dtype) if isinstance(x, AffineTensor) else x for x in args[:2]
-    )
-    return func(first, second, *args[2:], **kwargs)
+    return experts_in_high_precision(func, args, kwargs) if y is None else y
 
 
 @AffineTensor.implements(

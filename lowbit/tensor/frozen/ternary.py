@@ -52,6 +52,14 @@ def pack_ternary(codes: Tensor) -> Tensor:
     return pack(codes + 2, 2)
 
 
+def shapes_of_ternary(shape: Sequence[int]) -> InnerShapes:
+    """The inner tensors of ternary values [..., N, K]: packed codes, and one scale for each matrix."""
+    return {
+        "codes": ((*shape[:-1], packed_size(shape[-1], 2)), torch.uint8),
+        "scale": ((*shape[:-2], 1, 1), torch.float32),
+    }
+
+
 def unpack_ternary(packed: Tensor, columns: int) -> Tensor:
     return unpack(packed, 2, columns).view(torch.int8) - 2
 
@@ -86,11 +94,7 @@ class TernaryTensor(AffineTensor):
         return rounded_tokens(x)
 
     def inner_shapes(self, shape: Sequence[int]) -> InnerShapes:
-        shape = stored_shape(self, shape)
-        return {
-            "codes": ((*shape[:-1], packed_size(shape[-1], 2)), torch.uint8),
-            "scale": ((*shape[:-2], 1, 1), torch.float32),
-        }
+        return shapes_of_ternary(stored_shape(self, shape))
 
     def requantize_(self, values: Tensor) -> None:
         """Raises NotImplementedError for values that are not a multiple of the present ones. Some values are zero, so

@@ -28,7 +28,6 @@ from torch.distributed._functional_collectives import all_reduce
 
 from lowbit.linear.frozen.ternary import rounded_tokens
 from lowbit.linear.ternary import bitnet_linear
-from lowbit.numerics.packing import packed_size
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.schemes.low_bit_weights import BitNet
 from lowbit.tensor.core import (
@@ -45,6 +44,7 @@ from lowbit.tensor.frozen.ternary import (
     magnitude,
     pack_ternary,
     scale_of,
+    shapes_of_ternary,
     ternarize,
     unpack_ternary,
 )
@@ -69,10 +69,7 @@ class PackedTernary:
         return Wire(shard.gathered, tensors, ("scale",) if shard.ndim == 2 else ())
 
     def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
-        return {
-            "codes": ((*shape[:-1], packed_size(shape[-1], 2)), torch.uint8),
-            "scale": ((*shape[:-2], 1, 1), torch.float32),
-        }
+        return shapes_of_ternary(shape)
 
     def _row_attrs(self: Any) -> tuple[str, ...]:
         return ("codes",) if self.ndim == 2 else ("codes", "scale")

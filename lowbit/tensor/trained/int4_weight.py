@@ -27,14 +27,7 @@ from lowbit.numerics.packing import unpack
 from lowbit.numerics.spec import Spec, crop
 from lowbit.schemes.low_bit_weights import Int4Weight
 from lowbit.schemes.presets import Int4WeightOnly
-from lowbit.tensor.core import (
-    InnerShapes,
-    aten,
-    check_weight,
-    looked_up,
-    product_below_autograd,
-    stored_shape,
-)
+from lowbit.tensor.core import InnerShapes, stored_shape
 from lowbit.tensor.trained.int8_weight import Int8WeightTensor
 
 MOST = 7
@@ -53,19 +46,10 @@ class Int4WeightTensor(Int8WeightTensor):
 
     scheme: Int4Weight  # type: ignore[assignment]
 
-    def __new__(cls, weight: Tensor, scheme: Int4Weight, name: str = "") -> Self:
-        """Round `weight` [..., N, K], float32, bfloat16 or float16, to nearest. `scheme.seed` and `name`, that of the
-        parameter in the model, determine the random numbers of its updates.
-
-        Raises ValueError as `AffineTensor.from_float` does.
-        """
-        check_weight(weight)
-        codes, scale = _round(weight.detach(), scheme.group_size)
-        meta = {"scheme": scheme, "columns": None, "transposed": False}
-        self = cls.from_inner({"codes": codes, "scale": scale}, meta, weight.shape, weight.dtype)
-        if not weight.is_meta:
-            self.set_offsets(name)
-        return self
+    @classmethod
+    def _nearest(cls, weight: Tensor, scheme: Any) -> dict[str, Tensor]:
+        codes, scale = _round(weight, scheme.group_size)
+        return {"codes": codes, "scale": scale}
 
     @property
     def spec(self) -> Spec:
@@ -199,11 +183,3 @@ def _round(
         packed=True,
     )
     return codes.view(*lead, groups * group // 2), scale.view(*lead, groups)
-
-
-Int4WeightTensor.implements(aten.embedding.default)(looked_up)
-
-
-@Int4WeightTensor.implements(aten.mm.default, aten.addmm.default, aten.linear.default)
-def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
-    return product_below_autograd(Int4WeightTensor.linear, func, args, kwargs)

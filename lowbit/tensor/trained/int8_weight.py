@@ -47,6 +47,8 @@ from lowbit.tensor.core import (
     aten,
     check_weight,
     copy_,
+    experts_in_high_precision,
+    looked_up,
     own_region,
     product_below_autograd,
     stored_shape,
@@ -114,14 +116,19 @@ class Int8WeightTensor(ReadOnCpu, TrainableTensor):
         Raises ValueError as `AffineTensor.from_float` does.
         """
         check_weight(weight)
-        rows = weight.detach().float().reshape(weight.shape[:-1].numel(), weight.shape[-1])
-        codes, scale = kernels.round_rows.round_rows(rows)
         meta = {"scheme": scheme, "columns": None, "transposed": False}
-        tensors = {"codes": codes.view(weight.shape), "scale": scale.view(*weight.shape[:-1], 1)}
+        tensors = cls._nearest(weight.detach(), scheme)
         self = cls.from_inner(tensors, meta, weight.shape, weight.dtype)
         if not weight.is_meta:
             self.set_offsets(name)
         return self
+
+    @classmethod
+    def _nearest(cls, weight: Tensor, scheme: Any) -> dict[str, Tensor]:
+        """The codes and scales of a plain weight, rounded to nearest."""
+        rows = weight.float().reshape(weight.shape[:-1].numel(), weight.shape[-1])
+        codes, scale = kernels.round_rows.round_rows(rows)
+        return {"codes": codes.view(weight.shape), "scale": scale.view(*weight.shape[:-1], 1)}
 
     @classmethod
     def prepared(cls, weight: Tensor, scheme: Int8Weight, name: str) -> Int8WeightTensor:
@@ -511,32 +518,13 @@ class _Rows(torch.autograd.Function):
 # ---- aten operations ---------------------------------------------------------------------------------------------
 
 _implements = Int8WeightTensor.implements
-
-
-@_implements(aten.embedding.default)
-def _embedding(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Gathers the codes of the rows, and dequantizes only those."""
-    self, indices = args[0], args[1]
-    if self.transposed:
-        raise self._unsupported("an embedding of its transpose")
-    flat = indices.reshape(-1)
-    values = self.codes.index_select(0, flat) * self.scale.index_select(0, flat)
-    return values.to(self.dtype).view(*indices.shape, *self.shape[1:])
+_implements(aten.embedding.default)(looked_up)
+_implements(aten.bmm.default, aten._grouped_mm.default)(experts_in_high_precision)
 
 
 @_implements(aten.mm.default, aten.addmm.default, aten.linear.default)
 def _matmul(func: Any, args: Any, kwargs: Any) -> Tensor:
     return product_below_autograd(Int8WeightTensor.linear, func, args, kwargs)
-
-
-@_implements(aten.bmm.default, aten._grouped_mm.default)
-def _bmm(func: Any, args: Any, kwargs: Any) -> Tensor:
-    """Products of all experts at once below autograd, in high precision. The weight may be either operand."""
-    dtype = next(x.dtype for x in args[:2] if not isinstance(x, LowbitTensor))
-    first, second = (
-        x.dequantize().to(dtype) if isinstance(x, Int8WeightTensor) else x for x in args[:2]
-    )
-    return func(first, second, *args[2:], **kwargs)
 
 
 @_implements(aten.clone.default)

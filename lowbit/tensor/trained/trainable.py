@@ -199,7 +199,7 @@ class TrainableTensor(LowbitTensor):
     def linear(cls, input: Tensor, weight: Any, bias: Tensor | None = None) -> Tensor:
         """input [..., K] times weight [N, K] transposed, plus bias [N]."""
         cls.check_operands(input, weight)
-        return dequantized_linear(input, weight, bias, "weight dequantized")
+        return dequantized_linear(input, weight, bias)
 
     @classmethod
     def embedding(cls, input: Tensor, weight: Any, *args: Any, **kwargs: Any) -> Tensor:
