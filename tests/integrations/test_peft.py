@@ -187,6 +187,20 @@ def test_an_adapter_that_takes_the_base_apart_says_what_to_call(init) -> None:
     train(peft.get_peft_model(model, config), torch.optim.SGD(model.parameters(), lr=0.0), steps=1)
 
 
+@every_scheme
+def test_an_adapter_that_subtracts_itself_from_the_base_warns_and_rounds_it_again(scheme) -> None:
+    """PEFT's approximate PiSSA needs products alone, so it gets as far as its write to the base."""
+    config = peft.LoraConfig(r=4, init_lora_weights="pissa_niter_2", target_modules=TARGETS)
+    model = base(scheme)
+    before, kind = logits(model), type(model.model.layers[0].self_attn.q_proj.weight)
+    with pytest.warns(UserWarning, match=r"lowbit\.dequantize_\(model\)"):
+        adapted = peft.get_peft_model(model, config)
+    layer = adapted.base_model.model.model.layers[0].self_attn.q_proj
+    assert type(layer.base_layer.weight) is kind
+    assert layer.lora_B["default"].weight.any()  # a part of the base moved into the adapter
+    assert 0 < relative_error(logits(adapted), before) < ROUNDING[scheme]
+
+
 # ---- modules_to_save -------------------------------------------------------------------------------------------
 
 
