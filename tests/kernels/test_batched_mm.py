@@ -31,7 +31,8 @@ def error(found: Tensor, case: Case, operands: tuple[Tensor, Tensor, Tensor | No
     return float((found.double() - expected).norm()) / size
 
 
-def is_right(case: Case, device: str = "cpu") -> bool:
+def is_right(case: Case, device: str = "cpu", interpreted: bool = False) -> bool:
+    """True if a product has its bits alone too, is symmetric where it has to be, and is near that in float64."""
     a, b, addend, *_, out_dtype = case.arguments(device)
     options = {**case.factors(), "symmetric": case.symmetric, "out_dtype": out_dtype}
     out = batched_mm(a, b, addend=addend, **options)
@@ -46,7 +47,11 @@ def is_right(case: Case, device: str = "cpu") -> bool:
     ]
     bound = 3e-4 if case.dtype == torch.float16 else 3e-3
     is_same = not alone or torch.equal(torch.cat(alone), out)
-    is_symmetric = not case.symmetric or torch.equal(out, out.mT)
+    # numpy's product of a tile and its transpose is symmetric to the last bit with some kernels of its BLAS only
+    slack = 0.0
+    if interpreted and out.numel():
+        slack = 4 * torch.finfo(out.dtype).eps * float(out.abs().max())
+    is_symmetric = not case.symmetric or torch.allclose(out, out.mT, rtol=0, atol=slack)
     return is_same and is_symmetric and error(out, case, (a, b, addend)) < bound
 
 
@@ -67,7 +72,7 @@ from tests.kernels.test_batched_mm import SMALL, is_right, scaled, with_maps
 torch.manual_seed(0)
 # the interpreter (triton 3.7) multiplies the bits of bfloat16 as integers
 cases = [case for case in SMALL if case.dtype == torch.float16]
-print(json.dumps({**{case.name: is_right(case) for case in cases}, **scaled("cpu"), **with_maps()}))
+print(json.dumps({**{case.name: is_right(case, interpreted=True) for case in cases}, **scaled("cpu"), **with_maps()}))
 """
 
 
