@@ -114,5 +114,5 @@ def source(variant: DecodeAttentionVariant) -> str:
 
 @functools.cache
 def _kernel(variant: DecodeAttentionVariant, device: int) -> nvrtc.Kernel:
-    options = {"shared": shared_bytes(variant), "cluster": variant.cluster}
-    return nvrtc.kernel(source(variant), "attend", 24, overlaps=True, **options)
+    code, shared = source(variant), shared_bytes(variant)
+    return nvrtc.kernel(code, "attend", 24, shared=shared, cluster=variant.cluster, overlaps=True)
