@@ -14,7 +14,6 @@ from benchmarks.cases.dynamic_linear import CASES, E4M3, Case
 from lowbit_kernels.composed import dynamic_linear
 from lowbit_kernels.composed.dynamic_linear import MOST_NUMBERS, format_of_tokens, reference
 from lowbit_kernels.runtime import launches
-from lowbit_kernels.weight_only import weight_mm_triton
 from lowbit_kernels.weight_only.codes_format import dequantized
 from lowbit_kernels.weight_only.weight_operands import HALVES, WeightOperands
 from tests.kernels.test_quantize_rows import by_scheme
@@ -307,14 +306,3 @@ def test_cuda_graph(format: str, m: int) -> None:
     arguments[0].neg_()
     graph.replay()
     assert_close(out, case, arguments, sums=3e-3)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("slices", [1, 3])
-def test_cuda_triton_takes_token_scales(slices: int) -> None:
-    x, codes, scale, *_ = Case("", 8, 65, 512).arguments("cuda")
-    token_scale = torch.rand(8, device="cuda")
-    parts = (x, codes, scale[:, None], None, None, None, token_scale)
-    out = weight_mm_triton.product(WeightOperands.of(*parts, group_size=512), slices)(parts)
-    expected = (x.double() @ codes.double().T) * token_scale.double()[:, None] * scale.double()
-    assert (out - expected).norm() <= 2.0**-8 * expected.norm()

@@ -153,6 +153,18 @@ def test_special_values(device, fused):
     assert torch.equal(p.isnan(), q.isnan()) and p[6].isinf() and q[6].isfinite()
 
 
+@pytest.mark.parametrize("correction", ["8bit", "16bit"])
+@pytest.mark.parametrize("fused", [False, True], ids=["eager", "fused"])
+def test_a_gradient_that_is_not_a_number_shows_in_the_weight(device, fused, correction):
+    """A GPU's own NaN has all bits of the mantissa: to round it may carry into the sign."""
+    weight = nn.Parameter(torch.ones(2, 8, dtype=torch.bfloat16, device=device))
+    optimizer = optim.AdamW([weight], lr=1e-3, weight_correction=correction, fused=fused)
+    weight.grad = torch.ones_like(weight)
+    weight.grad[1, 3], weight.grad[0, 5] = torch.nan, torch.inf
+    optimizer.step()
+    assert weight.isnan().nonzero().tolist() == [[0, 5], [1, 3]]
+
+
 def test_two_bytes_of_state_that_travel_in_checkpoints():
     params = bf16((64, 128))
     optimizer = optim.AdamW4bit(params, weight_correction="16bit", lr=1e-3)

@@ -317,40 +317,24 @@ def of_kernel(operands: WeightOperands, tensorwise: bool) -> Kernel | None:
     x, codes, m = operands.x, operands.codes.dtype, operands.m
     if x.device.type != "cuda" or operands.out not in HALVES:
         return None
+    is_e2m1 = bool(operands.format.table)
+    rounds = E4M3 if is_e2m1 or codes == E4M3 else torch.int8
     found: Product | None = None
-    if operands.format.table:
-        return _of_e2m1(operands)
     if m <= weight_mm_decode_sm90.MAX_TOKENS and not tensorwise:
-        rounding = operands._replace(rounds=E4M3 if codes == E4M3 else torch.int8)
-        found = weight_mm_decode_sm90.product(rounding)
+        found = weight_mm_decode_sm90.product(operands._replace(rounds=rounds))
         if found is not None:
             return "decode", found, None
-    if codes == INT4 and m >= w4a8_mm_sm90.LEAST_TOKENS and quantize_rows_sm90.takes(x):
-        found = w4a8_mm_sm90.product(_with_codes(operands, torch.int8))
+    # the launch that rounds x also reads the exponents of E2M1
+    is_readable = quantize_rows_sm90.takes(x) and (operands.scale.is_aligned or not is_e2m1)
+    if codes == INT4 and m >= w4a8_mm_sm90.LEAST_TOKENS and is_readable:
+        found = w4a8_mm_sm90.product(_with_codes(operands, rounds))
         if found is not None:
-            return "int8_int4", found, torch.int8
+            return "e4m3_mxfp4" if is_e2m1 else "int8_int4", found, rounds
     if m > MOST_NUMBERS.get(codes, m):
         return None
-    numbers = torch.float16 if codes == E4M3 else x.dtype
+    numbers = torch.bfloat16 if is_e2m1 else torch.float16 if codes == E4M3 else x.dtype
     found = weight_mm_large_batch_sm90.product(_with_codes(operands, numbers))
     return None if found is None else ("large_batch", found, numbers)
-
-
-def _of_e2m1(operands: WeightOperands) -> Kernel | None:
-    m = operands.m
-    found: Product | None = None
-    if m <= weight_mm_decode_sm90.MAX_TOKENS:
-        found = weight_mm_decode_sm90.product(operands._replace(rounds=E4M3))
-        if found is not None:
-            return "decode", found, None
-    is_large = m >= w4a8_mm_sm90.LEAST_TOKENS and w4a8_mm_sm90.is_mxfp4(operands)
-    if is_large and quantize_rows_sm90.takes(operands.x) and operands.scale.is_aligned:
-        found = w4a8_mm_sm90.product(_with_codes(operands, E4M3))
-        if found is not None:
-            return "e4m3_mxfp4", found, E4M3
-    numbers = _with_codes(operands, torch.bfloat16)
-    found = weight_mm_large_batch_sm90.product(numbers)
-    return None if found is None else ("large_batch", found, torch.bfloat16)
 
 
 def _with_codes(operands: WeightOperands, numbers: torch.dtype) -> WeightOperands:

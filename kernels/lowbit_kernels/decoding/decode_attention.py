@@ -499,7 +499,7 @@ def _launch(
             )
     if is_hopper:
         ran("decode_attention", "sm90")
-        return decode_attention_sm90.attend(*own, scale, window, softcap, eps)
+        return decode_attention_sm90.attend(own, scale, window, softcap, eps)
     ran("decode_attention", "triton")
     batch, heads, _, width = query.shape
     kv_heads, capacity = keys.shape[1], keys.shape[2]

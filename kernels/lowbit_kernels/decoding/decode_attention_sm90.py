@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
+from lowbit_kernels.weight_only.weight_operands import addresses
 
 WARPS, TILE, QUERIES = 4, 16, 8
 """Warps of a block, slots of a tile, queries that share a head at most."""
@@ -69,23 +72,10 @@ def _is_aligned(t: Tensor) -> bool:
 
 
 def attend(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    position: Tensor,
-    start: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    sinks: Tensor | None,
-    x: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    eps: float,
+    operands: Sequence[Any], scale: float, window: int, softcap: float, eps: float
 ) -> Tensor:
-    """`decode_attention` of operands for which `takes` holds."""
+    """`decode_attention` of operands for which `takes` holds, in the op's order."""
+    query, key, value, keys, values, position, start, cos, sin, sinks, x = operands
     batch, queries, _, width = query.shape
     heads, capacity = keys.shape[1:3]
     blocks = batch * heads
@@ -97,11 +87,11 @@ def attend(
     )
     out = torch.empty((batch, queries, 1, width), dtype=query.dtype, device=query.device)
     units = 2 * scale / softcap * LOG2_E if softcap else scale * LOG2_E
-    operands = (query, key, value, x, cos, sin, keys, values, position, start, sinks, out)
+    tensors = (query, key, value, x, cos, sin, keys, values, position, start, sinks, out)
     with torch.cuda.device_of(query):
         _kernel(variant, torch.cuda.current_device())(
             *(torch.cuda.current_stream().cuda_stream, blocks * cluster, 32 * WARPS),
-            *(0 if t is None else t.data_ptr() for t in operands),
+            *addresses(*tensors),
             *(*query.stride()[:2], *key.stride()[:2]),
             0 if cos is None or cos.shape[0] == 1 else width,
             *(heads, capacity, window, 0 if x is None else x.shape[2]),
@@ -124,6 +114,5 @@ def source(variant: DecodeAttentionVariant) -> str:
 
 @functools.cache
 def _kernel(variant: DecodeAttentionVariant, device: int) -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
-    options = {"shared": shared_bytes(variant), "cluster": variant.cluster}
-    return module.kernel("attend", 24, overlaps=True, **options)
+    code, shared = source(variant), shared_bytes(variant)
+    return nvrtc.kernel(code, "attend", 24, shared=shared, cluster=variant.cluster, overlaps=True)

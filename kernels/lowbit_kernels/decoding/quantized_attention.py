@@ -97,14 +97,15 @@ reference = quantized_attention.reference
 
 
 @quantized_attention.kernel
-def _launch(query: Tensor, *operands: Any) -> Tensor | None:
+def _launch(query: Tensor, *given: Any) -> Tensor | None:
     """The kernel for compute capability 9.0 where it takes the operands and the TMA reads the caches, else the
     formula."""
-    key_codes, key_scale, value_codes, value_scale, _, value_zero, *_ = operands
+    cache, options = given[:9], given[9:]
+    key_codes, key_scale, value_codes, value_scale, _, value_zero, *_ = cache
     if not quantized_attention_sm90.takes(key_codes, value_codes, query.dtype, query.shape[3]):
         return None
-    caches = (key_codes, key_scale, value_codes, value_scale, value_zero)
-    if any(t is not None and t.data_ptr() % ALIGNMENT for t in caches):
+    parts = (key_codes, key_scale, value_codes, value_scale, value_zero)
+    if any(t is not None and t.data_ptr() % ALIGNMENT for t in parts):
         return None
     ran("quantized_attention", "sm90")
-    return quantized_attention_sm90.attend(query, *operands)
+    return quantized_attention_sm90.attend(query, cache, *options)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from torch import Tensor
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.runtime.tensor_map import tensor_map
+from lowbit_kernels.weight_only.weight_operands import addresses
 
 FORMATS = {torch.int8: "INT8", torch.float8_e4m3fn: "E4M3", torch.uint8: "UINT4"}
 WARPS, TILE, SCALE_BYTES = 4, 32, 2
@@ -100,22 +102,10 @@ def splits_for(pairs: int, capacity: int, slots: int) -> int:
 
 
 def attend(
-    query: Tensor,
-    key_codes: Tensor,
-    key_scale: Tensor,
-    value_codes: Tensor,
-    value_scale: Tensor,
-    length: Tensor,
-    value_zero: Tensor | None,
-    mask: Tensor | None,
-    first: Tensor | None,
-    sinks: Tensor | None,
-    scale: float,
-    window: int,
-    softcap: float,
-    ring: bool,
+    query: Tensor, cache: Sequence[Any], scale: float, window: int, softcap: float, ring: bool
 ) -> Tensor:
-    """`quantized_attention` of operands for which `takes` holds."""
+    """`quantized_attention` of operands for which `takes` holds; `cache`: those after the query, in the op's order."""
+    key_codes, key_scale, value_codes, value_scale, length, value_zero, mask, first, sinks = cache
     batch, queries, _, d = query.shape
     heads, capacity, width = key_codes.shape[1:]
     if query.stride(3) != 1 or query.data_ptr() % 8 or any(s % 4 for s in query.stride()[:2]):
@@ -123,9 +113,9 @@ def attend(
     sinks = None if sinks is None else sinks.float().contiguous()
     mask = mask if mask is None or mask.stride(1) == 1 else mask.contiguous()
     first = first if first is None else first.expand(batch).contiguous()
-    variant, own = chosen(query, key_codes, value_codes, softcap != 0)
+    variant, room_of = chosen(query, key_codes, value_codes, softcap != 0)
     pairs = batch * heads * -(-queries // heads // variant.rows)
-    splits = splits_for(pairs, window, own.blocks * nvrtc.multiprocessors(query.device))
+    splits = splits_for(pairs, window, room_of.blocks * nvrtc.multiprocessors(query.device))
     out = torch.empty((batch, queries, 1, d), dtype=query.dtype, device=query.device)
     sums = batch * queries * splits if splits > 1 else 0
     parts = torch.empty(sums * (width + 2), dtype=torch.float32, device=query.device)
@@ -133,21 +123,23 @@ def attend(
     units = scale / softcap if softcap else scale * LOG2_E
     with torch.cuda.device_of(query):
         stream = torch.cuda.current_stream().cuda_stream
-        attend_kernel, combine_kernel = _kernels(variant, own.shared, torch.cuda.current_device())
+        attend_kernel, combine_kernel = _kernels(
+            variant, room_of.shared, torch.cuda.current_device()
+        )
         attend_kernel(
             *(stream, pairs * splits, 32 * WARPS),
             *(_map(codes).getPtr() for codes in (key_codes, value_codes)),
             *(query.data_ptr(), query.stride(0), query.stride(1)),
-            *map(_address, (key_scale, value_scale, value_zero)),
-            *(_address(length), length.stride(0) if len(length) > 1 else 0),
-            *(_address(mask), mask.stride(0) if mask is not None and len(mask) > 1 else 0),
-            *map(_address, (first, sinks, out, parts, stats)),
+            *addresses(key_scale, value_scale, value_zero),
+            *(*addresses(length), length.stride(0) if len(length) > 1 else 0),
+            *(*addresses(mask), mask.stride(0) if mask is not None and len(mask) > 1 else 0),
+            *addresses(first, sinks, out, parts, stats),
             *(heads, queries // heads, d, capacity, window, int(ring), splits),
             *(nvrtc.float_word(units), nvrtc.float_word(softcap * LOG2_E)),
         )
         if splits > 1:
-            addresses = map(_address, (parts, stats, sinks, out))
-            combine_kernel(stream, batch * queries, width, *addresses, queries, d, splits)
+            own = addresses(parts, stats, sinks, out)
+            combine_kernel(stream, batch * queries, width, *own, queries, d, splits)
     return out
 
 
@@ -171,10 +163,6 @@ def chosen(
     return variant, own
 
 
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
-
-
 def _map(codes: Tensor) -> Any:
     """The tensor map of codes [B, K, S, bytes] in tiles. Rows of 64 and 128 bytes are swizzled; 256 are two boxes."""
     batch, heads, capacity, width = codes.shape
@@ -193,6 +181,6 @@ def source(variant: AttentionVariant) -> str:
 def _kernels(
     variant: AttentionVariant, shared: int, device: int
 ) -> tuple[nvrtc.Kernel, nvrtc.Kernel]:
-    module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
-    attend = module.kernel("attend", 26, structs=2, shared=shared, overlaps=True)
-    return attend, module.kernel("combine", 7, overlaps=True)
+    code = source(variant)
+    attend = nvrtc.kernel(code, "attend", 26, structs=2, shared=shared, overlaps=True)
+    return attend, nvrtc.kernel(code, "combine", 7, overlaps=True)

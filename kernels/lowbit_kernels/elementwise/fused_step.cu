@@ -58,13 +58,13 @@ DEVICE void load_tile(Work &work, const Tensor &t, const Offsets &at) {
     if constexpr (STATES > 0) work.s0.load<VECTOR>(t, at);
     if constexpr (STATES > 1) work.s1.load<VECTOR>(t, at);
     if constexpr (STATES > 2) work.s2.load<VECTOR>(t, at);
-    if constexpr (CORRECTION_BYTES > 0 && ERROR != TRIED) load_correction<VECTOR>(t, at, work.correction);
+    if constexpr (CORRECTION_BYTES > 0 && ERROR != TRIED) work.correction.load<VECTOR>(t.correction, at);
 }
 
 template <bool VECTOR>
 DEVICE void store_weights(Work &work, const Tensor &t, const Offsets &at) {
     if constexpr (!TWO_PARTS) work.param.store<VECTOR>(t.param, at);
-    if constexpr (CORRECTION_BYTES > 0) store_correction<VECTOR>(t, at, work.correction);
+    if constexpr (CORRECTION_BYTES > 0) work.correction.store<VECTOR>(t.correction, at);
 }
 
 template <int SLOT>
@@ -86,8 +86,7 @@ DEVICE void load_far(Work &work, const Tensor &t, const Offsets &at) {
     if constexpr (STATES > 0) work.s0.take_far(far.s0, at.far);
     if constexpr (STATES > 1) work.s1.take_far(far.s1, at.far);
     if constexpr (STATES > 2) work.s2.take_far(far.s2, at.far);
-    if constexpr (CORRECTION_BYTES > 0 && ERROR != TRIED)
-        replace_first(work.correction, far.correction, at.far * CORRECTION_BYTES);
+    if constexpr (CORRECTION_BYTES > 0 && ERROR != TRIED) work.correction.take_far(far.correction, at.far);
 }
 
 // Prefetches the next tiles of a block into the L2 cache, if they belong to one tensor.
@@ -127,8 +126,8 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
     for (int i = 0; i < 8; ++i) {
         float s[3] = {x0[i], x1[i], x2[i]};
         update_element(c, SCALED ? g[i] * factor : g[i], w[i], s);
-        if constexpr (ERROR == GIVEN) compensate_element(c, bits_float(work.correction.word[i]), s);
-        if constexpr (ERROR == TRIED) work.correction.word[i] = float_bits(w[i]);
+        if constexpr (ERROR == GIVEN) compensate_element(c, bits_float(work.correction.raw.word[i]), s);
+        if constexpr (ERROR == TRIED) work.correction.raw.word[i] = float_bits(w[i]);
         x0[i] = s[0], x1[i] = s[1], x2[i] = s[2];
     }
     float before[8];
@@ -136,8 +135,7 @@ DEVICE void step_at(const Tensor &t, const Scalars &k, float factor, const Offse
 #pragma unroll
         for (int i = 0; i < 8; ++i) before[i] = w[i];
     }
-    if constexpr (ROUNDING == CORRECTED) encode_corrected(w, work.correction);
-    if constexpr (ROUNDING == EXACT) encode_exact(w, work.correction);
+    if constexpr (ROUNDING == CORRECTED || ROUNDING == EXACT) encode_corrected(w, work.correction);
     encode_weights(work.param, t, k, row, at, lane, w);
     if constexpr (CODE_BITS != 0 && ERROR == RETURNED) {
         if (!row.is_measured) return;

@@ -127,6 +127,20 @@ DEVICE float nearest_upper_half(float w, int &below) {
     return w != w ? w : bits_float(upper);
 }
 
+// A weight as bf16, the upper half of the result, and `below`, what `correction` keeps of it: 16 more bits if EXACT, else
+// 8. For 8 the weight is rounded to these 24 bits first. Of NaN, infinities and values beyond bf16 they keep nothing.
+DEVICE float split_weight(float w, int &below) {
+    if constexpr (ROUNDING == EXACT) return nearest_upper_half(w, below);
+    const uint32 own = float_bits(w), bits = own + 0x80 & 0xffffff00u, upper = bits + 0x8000 & 0xffff0000u;
+    // `own` too, since the sum may carry the bits of a NaN into the sign
+    const bool kept = (upper & 0x7f800000) != 0x7f800000 && (own & 0x7f800000) != 0x7f800000;
+    below = kept ? (int)(bits - upper) >> 8 : 0;
+    return kept ? bits_float(upper) : w;
+}
+DEVICE float joined_weight(float upper, int below) {
+    return bits_float(float_bits(upper) + ((uint32)below << (ROUNDING == EXACT ? 0 : 8)));
+}
+
 // Count the step of a tensor, and compute the numbers that depend on it and the keys of the random bits.
 DEVICE void prepare_tensor(const Tensor &tensor, const Group &group, Scalars &out) {
     const double t = *tensor.step + (ERROR == GIVEN ? 0.0 : 1.0);

@@ -32,7 +32,7 @@ struct Codes {
     MEMBER void load(const void *p, const Offsets &at) {
         p = (const char *)p + at.element * CODE_BITS / 8;
         if constexpr (VECTOR) load_vector(p, raw);
-        else load_items<unsigned char>(p, at.count * CODE_BITS / 8, raw);
+        else load_items<1>(p, at.count * CODE_BITS / 8, raw);
     }
     template <bool VECTOR>
     MEMBER void store(void *p, const Offsets &at) const {

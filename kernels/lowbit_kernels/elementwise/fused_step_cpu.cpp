@@ -123,28 +123,17 @@ DEVICE void round_stochastically(const Tensor &t, const uint32 *keys, uint64 ele
     }
 }
 
-// bf16 weights with eight more bits: (bf16 << 16) + (correction << 8), or 16: (bf16 << 16) + correction. The bf16 is the
-// nearest.
-DEVICE void decode_corrected(const void *from, int n, float *w) {
-    const signed char *byte = (const signed char *)from;
-    const short *both = (const short *)from;
-    for (int i = 0; i < n; ++i)
-        w[i] = bits_float(float_bits(w[i]) + (ROUNDING == EXACT ? (uint32)both[i] : (uint32)byte[i] << 8));
+// bf16 weights, and what `correction` keeps of them.
+template <typename Correction>
+DEVICE void decode_corrected(const Correction *correction, int n, float *w) {
+    for (int i = 0; i < n; ++i) w[i] = joined_weight(w[i], correction[i]);
 }
-DEVICE void encode_exact(int n, float *__restrict__ w, short *__restrict__ correction) {
+template <typename Correction>
+DEVICE void encode_corrected(int n, float *__restrict__ w, Correction *__restrict__ correction) {
     for (int i = 0; i < n; ++i) {
         int below;
-        w[i] = nearest_upper_half(w[i], below);
-        correction[i] = (short)below;
-    }
-}
-DEVICE void encode_corrected(int n, float *__restrict__ w, signed char *__restrict__ correction) {
-    for (int i = 0; i < n; ++i) {
-        const uint32 bits = float_bits(w[i]) + 0x80 & 0xffffff00u, upper = bits + 0x8000 & 0xffff0000u;
-        // beyond bf16, infinite or NaN: the ordinary conversion
-        const bool kept = (upper & 0x7f800000) != 0x7f800000 && (float_bits(w[i]) & 0x7f800000) != 0x7f800000;
-        w[i] = kept ? bits_float(upper) : w[i];
-        correction[i] = (signed char)(kept ? bits - upper >> 8 : 0);
+        w[i] = split_weight(w[i], below);
+        correction[i] = (Correction)below;
     }
 }
 
@@ -428,7 +417,8 @@ DEVICE void step_strip(const Tensor &t, const Scalars &k, float factor, const St
     const float *__restrict__ g = load<GRAD>(s.grad, n, own[0]);
     float *__restrict__ w = load<PARAM>(s.param, n, own[1]);
     if constexpr (TWO_PARTS) w = (float *)memcpy(own[1], w, n * sizeof(float));
-    if constexpr (ROUNDING == CORRECTED || ROUNDING == EXACT) decode_corrected(s.correction, n, w);
+    if constexpr (ROUNDING == CORRECTED) decode_corrected((const signed char *)s.correction, n, w);
+    if constexpr (ROUNDING == EXACT) decode_corrected((const short *)s.correction, n, w);
     ALIGNED float error[STRIP];
     float *__restrict__ x0 = decode_state<0>(s, n, table, own[2]);
     float *__restrict__ x1 = decode_state<1>(s, n, table, own[3]);
@@ -453,7 +443,7 @@ DEVICE void step_strip(const Tensor &t, const Scalars &k, float factor, const St
     }
     if constexpr (ROUNDING == STOCHASTIC) round_stochastically(t, k.keys[0], s.element, n, w);
     if constexpr (ROUNDING == CORRECTED) encode_corrected(n, w, (signed char *)s.correction);
-    if constexpr (ROUNDING == EXACT) encode_exact(n, w, (short *)s.correction);
+    if constexpr (ROUNDING == EXACT) encode_corrected(n, w, (short *)s.correction);
     if constexpr (ERROR != GIVEN) store<PARAM>(s.param, n, w);
     if constexpr (ERROR == RETURNED) {
         for (int i = 0; i < n; ++i) {

@@ -203,28 +203,38 @@ DEVICE void store_vector(void *p, const Raw<WORDS> &raw) {
     }
 }
 
-// Load `units` items of T and set the others to 0. WORDS words hold the eight elements of a lane.
-template <typename T, int WORDS>
+// An unsigned integer of so many bytes.
+template <int BYTES>
+struct Unsigned { typedef uint32 Type; };
+template <>
+struct Unsigned<1> { typedef unsigned char Type; };
+template <>
+struct Unsigned<2> { typedef unsigned short Type; };
+
+// Load `units` items of BYTES and set the others to 0. WORDS words hold the eight elements of a lane.
+template <int BYTES, int WORDS>
 DEVICE void load_items(const void *p, int units, Raw<WORDS> &raw) {
-    constexpr int PER_WORD = 4 / sizeof(T);
+    typedef typename Unsigned<BYTES>::Type T;
+    constexpr int PER_WORD = 4 / BYTES;
 #pragma unroll
     for (int i = 0; i < WORDS; ++i) {
         raw.word[i] = 0;
 #pragma unroll
         for (int j = 0; j < PER_WORD; ++j)
             if (i * PER_WORD + j < units)
-                raw.word[i] |= (uint32)((const T *)p)[i * PER_WORD + j] << (j * 8 * (int)sizeof(T) & 31);
+                raw.word[i] |= (uint32)((const T *)p)[i * PER_WORD + j] << (j * 8 * BYTES & 31);
     }
 }
 
 // Store the items of `mask`. Those before `far` lie a tile further on.
-template <typename T, int WORDS>
+template <int BYTES, int WORDS>
 DEVICE void store_items(void *p, uint32 mask, int far, const Raw<WORDS> &raw) {
-    constexpr int PER_WORD = 4 / sizeof(T);
+    typedef typename Unsigned<BYTES>::Type T;
+    constexpr int PER_WORD = 4 / BYTES;
 #pragma unroll
     for (int i = 0; i < WORDS * PER_WORD; ++i)
         if (mask >> i & 1)
-            ((T *)p)[i < far ? i + TILE : i] = (T)(raw.word[i / PER_WORD] >> (i % PER_WORD * 8 * (int)sizeof(T) & 31));
+            ((T *)p)[i < far ? i + TILE : i] = (T)(raw.word[i / PER_WORD] >> (i % PER_WORD * 8 * BYTES & 31));
 }
 
 // Replace the first bytes.
@@ -238,27 +248,31 @@ DEVICE void replace_first(Raw<WORDS> &raw, const Raw<WORDS> &with, int bytes) {
     }
 }
 
-template <int DTYPE>
-struct Floats {
-    static constexpr int WORDS = DTYPE == FP32 ? 8 : 4;
-    static constexpr int BYTES = DTYPE == FP32 ? 4 : 2;
+// Eight elements of SIZE bytes.
+template <int SIZE>
+struct Eight {
+    static constexpr int BYTES = SIZE, WORDS = 2 * SIZE;
     Raw<WORDS> raw;
 
     template <bool VECTOR>
     MEMBER void load(const void *p, const Offsets &at) {
         p = (const char *)p + at.element * BYTES;
         if constexpr (VECTOR) load_vector(p, raw);
-        else if constexpr (DTYPE == FP32) load_items<uint32>(p, at.count, raw);
-        else load_items<unsigned short>(p, at.count, raw);
+        else load_items<BYTES>(p, at.count, raw);
     }
     template <bool VECTOR>
     MEMBER void store(void *p, const Offsets &at) const {
         p = (char *)p + at.element * BYTES;
         if constexpr (VECTOR) store_vector(p, raw);
-        else if constexpr (DTYPE == FP32) store_items<uint32>(p, at.mask, at.far, raw);
-        else store_items<unsigned short>(p, at.mask, at.far, raw);
+        else store_items<BYTES>(p, at.mask, at.far, raw);
     }
-    MEMBER void take_far(const Floats &there, int count) { replace_first(raw, there.raw, count * BYTES); }
+    MEMBER void take_far(const Eight &there, int count) { replace_first(raw, there.raw, count * BYTES); }
+};
+
+template <int DTYPE>
+struct Floats : Eight<DTYPE == FP32 ? 4 : 2> {
+    using Eight<DTYPE == FP32 ? 4 : 2>::raw;
+
     MEMBER void decode(float x[8]) const {
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
@@ -276,7 +290,7 @@ struct Floats {
     }
     MEMBER void encode(const float x[8]) {
 #pragma unroll
-        for (int i = 0; i < WORDS; ++i) {
+        for (int i = 0; i < Floats::WORDS; ++i) {
             if constexpr (DTYPE == FP32) raw.word[i] = float_bits(x[i]);
             else if constexpr (DTYPE == BF16) raw.word[i] = to_bf16x2(x[2 * i], x[2 * i + 1]);
             else raw.word[i] = to_half2(x[2 * i], x[2 * i + 1]);
@@ -473,7 +487,7 @@ struct State {
         if constexpr (has_scale(SLOT)) {
             const char *p = (const char *)t.state[SLOT] + code_at(at);
             if constexpr (VECTOR) load_vector(p, codes);
-            else load_items<unsigned char>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
+            else load_items<1>(p, (at.count + CODES_A_BYTE - 1) / CODES_A_BYTE, codes);
             scale = VECTOR || at.in_block ? t.scale[SLOT][scale_at(at)] : 0.0f;
         } else {
             values.template load<VECTOR>(t.state[SLOT], at);
@@ -519,7 +533,7 @@ struct State {
                     if (at.count & 1) codes.word[0] &= (1u << (4 * at.count)) - 1;  // the unused half byte is 0
                     mask = (1u << (at.count + 1) / 2) - 1;
                 }
-                store_items<unsigned char>(p, mask, at.far, codes);
+                store_items<1>(p, mask, at.far, codes);
             }
             if (lane % (block_of(SLOT) / 8) == 0 && at.mask) t.scale[SLOT][scale_at(at)] = scale;
         } else {
@@ -529,58 +543,26 @@ struct State {
 };
 
 // `correction` of eight elements.
-static constexpr int CORRECTION_WORDS = CORRECTION_BYTES == 0 ? 1 : 2 * CORRECTION_BYTES;
-typedef Raw<CORRECTION_WORDS> Correction;
+typedef Eight<CORRECTION_BYTES == 0 ? 1 : CORRECTION_BYTES> Correction;
 
-template <bool VECTOR>
-DEVICE void load_correction(const Tensor &t, const Offsets &at, Correction &correction) {
-    const char *p = (const char *)t.correction + at.element * CORRECTION_BYTES;
-    if constexpr (VECTOR) load_vector(p, correction);
-    else if constexpr (CORRECTION_BYTES == 1) load_items<unsigned char>(p, at.count, correction);
-    else if constexpr (CORRECTION_BYTES == 2) load_items<unsigned short>(p, at.count, correction);
-    else load_items<uint32>(p, at.count, correction);
-}
-
-template <bool VECTOR>
-DEVICE void store_correction(const Tensor &t, const Offsets &at, const Correction &correction) {
-    char *p = (char *)t.correction + at.element * CORRECTION_BYTES;
-    if constexpr (VECTOR) store_vector(p, correction);
-    else if constexpr (CORRECTION_BYTES == 1) store_items<unsigned char>(p, at.mask, at.far, correction);
-    else if constexpr (CORRECTION_BYTES == 2) store_items<unsigned short>(p, at.mask, at.far, correction);
-    else store_items<uint32>(p, at.mask, at.far, correction);
-}
-
-// bf16 weights with eight more bits: (bf16 << 16) + (correction << 8), or 16: (bf16 << 16) + correction. The bf16 is the
-// nearest.
 DEVICE void decode_corrected(const Correction &correction, float w[8]) {
+    constexpr int BITS = 8 * Correction::BYTES;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+        const int at = i * BITS, below = (int)(correction.raw.word[at / 32] << (32 - BITS - at % 32)) >> (32 - BITS);
+        w[i] = joined_weight(w[i], below);
+    }
+}
+
+DEVICE void encode_corrected(float w[8], Correction &correction) {
+    constexpr int BITS = 8 * Correction::BYTES;
+    constexpr uint32 MASK = 0xffffffffu >> (32 - BITS);
+#pragma unroll
+    for (int i = 0; i < Correction::WORDS; ++i) correction.raw.word[i] = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
         int below;
-        if constexpr (ROUNDING == EXACT) below = (int)(short)(correction.word[i / 2] >> (i % 2 * 16) & 0xffff);
-        else below = (int)(signed char)(correction.word[i / 4] >> (i % 4 * 8) & 0xff) << 8;
-        w[i] = bits_float(float_bits(w[i]) + below);
-    }
-}
-
-template <typename Words>
-DEVICE void encode_exact(float w[8], Words &correction) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        int low, high;
-        w[2 * i] = nearest_upper_half(w[2 * i], low), w[2 * i + 1] = nearest_upper_half(w[2 * i + 1], high);
-        correction.word[i] = (uint32)low & 0xffff | (uint32)high << 16;
-    }
-}
-
-template <typename Words>
-DEVICE void encode_corrected(float w[8], Words &correction) {
-    correction.word[0] = correction.word[1] = 0;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const uint32 bits = (float_bits(w[i]) + 0x80) & 0xffffff00u;
-        const uint32 upper = (bits + 0x8000) & 0xffff0000u;
-        if ((upper & 0x7f800000u) == 0x7f800000u) continue;  // beyond bf16, infinite or NaN: the ordinary conversion
-        w[i] = bits_float(upper);
-        correction.word[i / 4] |= (bits - upper >> 8 & 0xff) << (i % 4 * 8);
+        w[i] = split_weight(w[i], below);
+        correction.raw.word[i * BITS / 32] |= ((uint32)below & MASK) << i * BITS % 32;
     }
 }

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.matmul.mm_tiles_triton import in_groups
+from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.op import op
@@ -228,8 +229,9 @@ def _launch(a, b, addend, symmetric, alpha, beta, gamma, out_dtype) -> Tensor | 
     has_room = out.element_size() == 2 or (symmetric and addend is None)
     out_maps = maps and m % size_m == 0 and has_room
     added = out if addend is None else aligned(addend)
+    programs = 3 if a.device.type == "cpu" else nvrtc.multiprocessors(a.device)
     with torch.cuda.device_of(a):
-        _kernel[(min(count * tiles, _programs(a.device)),)](
+        _kernel[(min(count * tiles, programs),)](
             _map(a, (size_k, size_m) if a_turned else (size_m, size_k)) if maps else a,
             _map(b, (size_n, size_k) if b_turned else (size_k, size_n)) if maps else b,
             _map(added, (size_m, size_n)) if out_maps else added,
@@ -271,10 +273,3 @@ def _blocks(device: torch.device, symmetric: bool) -> dict[str, int]:
     if symmetric:  # square tiles
         return {**sizes, "num_stages": 4}
     return {**sizes, "BLOCK_N": 256, "num_stages": 3}
-
-
-@functools.cache
-def _programs(device: torch.device) -> int:
-    if device.type == "cpu":
-        return 3
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -90,6 +90,5 @@ def source(out: torch.dtype, formats: Formats, ragged: bool, across: int) -> str
 def _kernel(
     out: torch.dtype, formats: Formats, ragged: bool, across: int, device: int
 ) -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(out, formats, ragged, across), "sm_90a"))
-    shared = ring(WIDTH)[1]
-    return module.kernel("grouped_mm", 15, structs=3, shared=shared, overlaps=True)
+    code, shared = source(out, formats, ragged, across), ring(WIDTH)[1]
+    return nvrtc.kernel(code, "grouped_mm", 15, structs=3, shared=shared, overlaps=True)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 from torch import Tensor
 
 from lowbit_kernels.matmul.mm_tiles_triton import in_groups, store
+from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.triton_runtime import has_large_tiles, jit, stored_dtype, tl, triton
 
 
@@ -103,9 +102,7 @@ def _blocks(m: int, n: int, device: torch.device) -> dict[str, int]:
     return sizes
 
 
-@functools.cache
 def _programs(device: torch.device) -> int:
     if device.type == "cpu":
         return 3
-    processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return processors * (1 if has_large_tiles(device) else 2)
+    return nvrtc.multiprocessors(device) * (1 if has_large_tiles(device) else 2)

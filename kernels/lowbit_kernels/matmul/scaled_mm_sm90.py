@@ -174,28 +174,20 @@ def source(
 
 
 @functools.cache
-def _module(
-    formats: Formats, out: torch.dtype, bias: torch.dtype | None, width: int, device: torch.device
-) -> nvrtc.Module:
-    with torch.cuda.device(device):
-        return nvrtc.Module(nvrtc.compiled(source(formats, out, bias, width), "sm_90a"))
-
-
-@functools.cache
 def _product(
     formats: Formats, out: torch.dtype, bias: torch.dtype | None, width: int, device: torch.device
 ) -> nvrtc.Kernel:
-    shared = ring(width)[1]
-    return _module(formats, out, bias, width, device).kernel(
-        "scaled_mm", 14, structs=3, shared=shared, overlaps=True
-    )
+    code, shared = source(formats, out, bias, width), ring(width)[1]
+    with torch.cuda.device(device):
+        return nvrtc.kernel(code, "scaled_mm", 14, structs=3, shared=shared, overlaps=True)
 
 
 @functools.cache
 def _combine(
     formats: Formats, out: torch.dtype, bias: torch.dtype | None, device: torch.device
 ) -> nvrtc.Kernel:
-    return _module(formats, out, bias, WIDTHS[0], device).kernel("combine", 13, overlaps=True)
+    with torch.cuda.device(device):
+        return nvrtc.kernel(source(formats, out, bias), "combine", 13, overlaps=True)
 
 
 def is_readable(x: TensorLayout) -> bool:

@@ -189,6 +189,5 @@ def _kernel(
     device: int,
 ) -> nvrtc.Kernel:
     code = source(codes, out, scale, group, zero, division)
-    module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
     shared = division.stages()[1]
-    return module.kernel("w4a8_mm", 14, structs=3, shared=shared, overlaps=True)
+    return nvrtc.kernel(code, "w4a8_mm", 14, structs=3, shared=shared, overlaps=True)

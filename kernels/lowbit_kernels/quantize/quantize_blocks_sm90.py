@@ -83,5 +83,5 @@ def source(variant: BlocksVariant, primitives: str = "runtime/ptx.cuh") -> str:
 @functools.cache
 def _kernel(variant: BlocksVariant, device: torch.device) -> nvrtc.Kernel:
     with torch.cuda.device(device):
-        module = nvrtc.Module(nvrtc.compiled(source(variant), nvrtc.architecture(device)))
-    return module.kernel("quantize_blocks", 8, shared=SHARED)
+        arch = nvrtc.architecture(device)
+        return nvrtc.kernel(source(variant), "quantize_blocks", 8, arch, shared=SHARED)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor
 from lowbit_kernels.quantize.quantize_rowcol_sm90 import SHARED, THREADS, TILE
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
+from lowbit_kernels.weight_only.weight_operands import addresses
 
 LAG = 400
 """Tiles of 128 x 128 between the two passes over an expert: 13 MB of bfloat16. On an H200, 200 to 640 are alike; with
@@ -62,8 +64,8 @@ def weights(x: Tensor, format: str, codes: Tensor, scale: Tensor) -> None:
     flat = x.contiguous().view(-1, x.shape[2])
     options = (True, False, False, False, False)
     variant = replace(_variant(flat, format, options, True), steps=1)
-    addresses = (codes.data_ptr(), scale.data_ptr(), 0, 0, 0, 0)
-    _run("short_rows", variant, flat, -(-len(flat) * 32 // THREADS), addresses)
+    made = (*addresses(codes, scale), 0, 0, 0, 0)
+    _run("short_rows", variant, flat, -(-len(flat) * 32 // THREADS), made)
 
 
 def weights_t(x: Tensor, format: str, codes_t: Tensor, scale: Tensor, is_given: bool) -> None:
@@ -78,17 +80,24 @@ def weights_t(x: Tensor, format: str, codes_t: Tensor, scale: Tensor, is_given: 
     variant = replace(_variant(flat, format, options, True), given=True)
     tiles = experts * -(-n // TILE) * -(-k // TILE)
     # the kernel writes the scales again, as they are
-    addresses = (0, 0, codes_t.data_ptr(), scale.data_ptr(), scale.data_ptr(), 0)
-    _run("transpose_weights", variant, flat, tiles, addresses, n)
+    made = (0, 0, *addresses(codes_t, scale, scale), 0)
+    _run("transpose_weights", variant, flat, tiles, made, n)
 
 
 def _run(
-    name: str, variant: GroupedVariant, x: Tensor, grid: int, addresses: tuple[int, ...], *more: int
+    name: str,
+    variant: GroupedVariant,
+    x: Tensor,
+    grid: int,
+    made: tuple[int, ...],
+    *more: int,
+    read: Sequence[int] = (0, 0),
 ) -> None:
-    """`addresses`: codes, scale, codes_t, scale_t and the largest magnitudes of rows and columns."""
+    """`made`: addresses of codes, scale, codes_t, scale_t and the largest magnitudes of rows and columns; `read`: of
+    the seed and the factors."""
     with torch.cuda.device_of(x):
         device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
-        arguments = (x.data_ptr(), x.stride(0), *addresses, 0, 0, *x.shape, *more)
+        arguments = (x.data_ptr(), x.stride(0), *made, *read, *x.shape, *more)
         _kernel(name, variant, device)(stream, grid, THREADS, *arguments)
 
 
@@ -111,22 +120,15 @@ def _launch(
     column_maxima: int,
 ) -> None:
     """`options`: rows, columns, stochastic, factor and row_scales of the variant."""
-    m, k = x.shape
+    m = x.shape[0]
     variant = _variant(x, format, options, offsets is None)
     scratch = torch.zeros(m + column_maxima + experts + 1, dtype=torch.int32, device=x.device)
-    found = scratch.data_ptr()
-    with torch.cuda.device_of(x):
-        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
-        _kernel("quantize_grouped", variant, device)(
-            stream,
-            variant.blocks * nvrtc.multiprocessors(x.device),
-            THREADS,
-            *(x.data_ptr(), x.stride(0), *(part.data_ptr() for part in out)),
-            *(found, found + 4 * m),
-            *(0 if part is None else part.data_ptr() for part in (seed, factor)),
-            *(m, k, 0 if offsets is None else offsets.data_ptr(), experts, m // experts),
-            *(0 if offsets is None else out[2].shape[1], found + 4 * (m + column_maxima)),
-        )
+    found, blocks = scratch.data_ptr(), variant.blocks * nvrtc.multiprocessors(x.device)
+    made = *addresses(*out), found, found + 4 * m
+    of_experts = *addresses(offsets), experts, m // experts
+    last = 0 if offsets is None else out[2].shape[1], found + 4 * (m + column_maxima)
+    more, read = (*of_experts, *last), addresses(seed, factor)
+    _run("quantize_grouped", variant, x, blocks, made, *more, read=read)
 
 
 def source(variant: GroupedVariant, primitives: str = "runtime/ptx.cuh") -> str:
@@ -146,6 +148,5 @@ ARGUMENTS = {"quantize_grouped": 17, "transpose_weights": 13, "short_rows": 12}
 @functools.cache
 def _kernel(name: str, variant: GroupedVariant, device: int) -> nvrtc.Kernel:
     arch = nvrtc.architecture(torch.device("cuda", device))
-    module = nvrtc.Module(nvrtc.compiled(source(variant), arch))
     shared = 0 if name == "short_rows" else SHARED
-    return module.kernel(name, ARGUMENTS[name], shared=shared)
+    return nvrtc.kernel(source(variant), name, ARGUMENTS[name], arch, shared=shared)

@@ -121,7 +121,7 @@ def codes_of(
     """
     found = quantize_rows.kernel_of(x, format, tensorwise)
     if found is not None:
-        return found[1](x, format, dtype, tensorwise, None)
+        return quantize_rows.quantize(found, x, format, dtype, tensorwise)
     codes, scale, _, _ = reference(x, format, True, False, tensorwise)
     return codes.to(dtype), scale
 
@@ -224,10 +224,10 @@ def _launch(x, format, rows, columns, tensorwise, seed, row_factor, row_scales) 
     on_hopper, found = nvrtc.runs_on_hopper(x.device), None
     if rows and not columns and seed is None and row_factor is None:
         found = quantize_rows.kernel_of(x, format, tensorwise)
-    if found is not None and (found[0] == "sm90" or not on_hopper):
-        ran("quantize_rowcol", found[0])
-        made = found[1](x, format, FORMATS[format][0], tensorwise, "quantize_rowcol")
-        return *made, *_empty(x, format)
+    if found is not None and (found == "sm90" or not on_hopper):
+        ran("quantize_rowcol", found)
+        own = found, x, format, FORMATS[format][0], tensorwise, "quantize_rowcol"
+        return *quantize_rows.quantize(*own), *_empty(x, format)
     if on_hopper:
         ran("quantize_rowcol", "sm90")
         results = results_of(x.shape[0], x.shape[1], format, rows, columns, tensorwise, row_scales)

@@ -118,13 +118,8 @@ def source(variant: RowcolVariant, primitives: str = "runtime/ptx.cuh") -> str:
 
 
 @functools.cache
-def _module(variant: RowcolVariant, device: torch.device) -> nvrtc.Module:
-    with torch.cuda.device(device):
-        return nvrtc.Module(nvrtc.compiled(source(variant), nvrtc.architecture(device)))
-
-
-@functools.cache
 def _kernel(variant: RowcolVariant, name: str, device: torch.device) -> nvrtc.Kernel:
-    if name == "rows":
-        return _module(variant, device).kernel(name, 12)
-    return _module(variant, device).kernel(name, 14, shared=SHARED)
+    arguments, shared = (12, 0) if name == "rows" else (14, SHARED)
+    with torch.cuda.device(device):
+        arch = nvrtc.architecture(device)
+        return nvrtc.kernel(source(variant), name, arguments, arch, shared=shared)

@@ -8,8 +8,6 @@ other GPUs, and ``tensorwise``   Triton, a program a row: rows of up to 8,192 el
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -129,30 +127,26 @@ def _kernel(
         tl.store(codes + row * width + column, result, mask=column < width)
 
 
-def kernel_of(
-    x: Tensor, format: str, tensorwise: bool
-) -> tuple[str, Callable[..., Results]] | None:
-    """The name and the function of the kernel for x; None where there is none.
-
-    The function takes x, the format, the dtype of the codes, `tensorwise`, and the planned op whose call this is all
-    of, or None. A dtype other than the format's must represent its codes exactly, as float16 and bfloat16 do.
-    """
+def kernel_of(x: Tensor, format: str, tensorwise: bool) -> str | None:
+    """The kernel for x, "sm90" or "triton"; None where there is none."""
     if format == "e5m2" or not x.numel():
         return None
     if not tensorwise and quantize_rows_sm90.takes(TensorLayout(*described(x))):
-        return "sm90", _by_sm90
-    return ("triton", _by_triton) if runs_on(x.device) and takes(format, x.device) else None
+        return "sm90"
+    return "triton" if runs_on(x.device) and takes(format, x.device) else None
 
 
-def _by_sm90(
-    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
+def quantize(
+    kernel: str, x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None = None
 ) -> Results:
-    return quantize_rows_sm90.quantize(x, format, dtype, op)
+    """The codes of rows as numbers of `dtype`, and the scales, by this kernel of `kernel_of`.
 
-
-def _by_triton(
-    x: Tensor, format: str, dtype: torch.dtype, tensorwise: bool, op: str | None
-) -> Results:
+    Args:
+        dtype: the format's, or one that represents its codes exactly, as float16 and bfloat16 do.
+        op: the planned op whose call this is all of, or None.
+    """
+    if kernel == "sm90":
+        return quantize_rows_sm90.quantize(x, format, dtype, op)
     m, k = x.shape
     codes = x.new_empty((m, k + -k % 16), dtype=stored_dtype(dtype, x.device))
     scale = x.new_empty((1 if tensorwise else m,), dtype=torch.float32)

@@ -161,5 +161,4 @@ def _kernel(
     variant: RowsVariant, device: torch.device, name: str = "quantize_rows"
 ) -> nvrtc.Kernel:
     with torch.cuda.device(device):
-        module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
-    return module.kernel(name, ARGUMENTS[name], overlaps=True)
+        return nvrtc.kernel(source(variant), name, ARGUMENTS[name], overlaps=True)

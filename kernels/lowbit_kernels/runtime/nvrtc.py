@@ -173,6 +173,17 @@ class Module:
         return Kernel(function, arguments, structs, shared, cluster, overlaps)
 
 
+def kernel(source: str, name: str, arguments: int, arch: str = "sm_90a", **options: Any) -> Kernel:
+    """The ``extern "C"`` kernel `name` of a program, compiled for `arch` and loaded on the current device; `arguments`
+    and `options` are those of `Module.kernel`."""
+    return _module(source, arch, torch.cuda.current_device()).kernel(name, arguments, **options)
+
+
+@functools.lru_cache(maxsize=8)  # all kernels of a program are made in succession
+def _module(source: str, arch: str, device: int) -> Module:
+    return Module(compiled(source, arch))
+
+
 def _config(shared: int, cluster: int, overlaps: bool) -> Any:
     """A launch configuration with attributes. Its grid, threads and stream are set at each launch."""
     from cuda.bindings import driver

@@ -33,6 +33,9 @@
 #define UNROLL _Pragma("GCC unroll 8")
 #endif
 
+static inline uint32_t float_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+static inline float bits_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
+
 #if ZERO == 2
 typedef float Zero;
 #elif LOW < 0
@@ -71,10 +74,7 @@ static inline float scale_at(const Weight& weight, int64_t index) {
     return weight.of_byte[weight.scale[index]];
 #else
     if (!weight.half_scales) return weight.scale[index];
-    const uint32_t bits = (uint32_t)((const uint16_t*)weight.scale)[index] << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
+    return bits_float((uint32_t)((const uint16_t*)weight.scale)[index] << 16);
 #endif
 }
 
@@ -130,14 +130,8 @@ static inline float number(int code) {
 #if defined(TABLE)
     return TABLE_VALUES[code];
 #elif EXPONENT
-    uint32_t bits = (uint32_t)((int32_t)((uint32_t)code << 24) >> (8 - EXPONENT)) & MOVED;
-    float found;
-    memcpy(&found, &bits, 4);
-    found *= UNIT;
-    memcpy(&bits, &found, 4);
-    bits |= (code & 0x7f) >= SPECIAL ? SPECIAL_BITS : 0;
-    memcpy(&found, &bits, 4);
-    return found;
+    const uint32_t moved = (uint32_t)((int32_t)((uint32_t)code << 24) >> (8 - EXPONENT)) & MOVED;
+    return bits_float(float_bits(bits_float(moved) * UNIT) | ((code & 0x7f) >= SPECIAL ? SPECIAL_BITS : 0));
 #else
     return (float)((code ^ FLIP) + LOW);
 #endif
@@ -183,7 +177,17 @@ typedef float Floats __attribute__((vector_size(32)));
 typedef float Unaligned __attribute__((vector_size(32), aligned(4)));
 typedef double Doubles __attribute__((vector_size(64)));
 
+typedef uint32_t Word16 __attribute__((vector_size(64)));
+typedef int32_t Int16 __attribute__((vector_size(64)));
+typedef float Float16 __attribute__((vector_size(64)));
+typedef float UnalignedFloat16 __attribute__((vector_size(64), aligned(4)));
+
 static constexpr int B = BITS;
+
+// The numbers of all codes of up to 4 bits. Those of fewer repeat, so that the bits above a code in its word do not matter.
+static inline Float16 numbers_of_all() {
+    return numbers_of<Float16>(Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK);
+}
 
 // The number of columns, from the first of a row, that can be decoded `count` at a time. Each step reads 4 or 8 bytes;
 // `after` bytes beyond the row may be read.
@@ -239,28 +243,18 @@ static inline float one(const uint8_t* row, int64_t k) {
 #if BITS <= 4 && defined(HAS_SHUFFLE)
 #define HAS_TABLE
 typedef uint64_t Longs __attribute__((vector_size(64)));
-typedef uint32_t Words16 __attribute__((vector_size(64)));
-typedef int32_t Ints16 __attribute__((vector_size(64)));
-typedef float Floats16 __attribute__((vector_size(64)));
-typedef float Unaligned16 __attribute__((vector_size(64), aligned(4)));
 typedef double Doubles16 __attribute__((vector_size(128)));
 
-// The values of all codes. For 3 bits and fewer they repeat, so that the bits above a code in its word do not matter.
-static inline Floats16 table(float scale, Zero zero) {
-    const Ints16 codes = Ints16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
-    return values<Floats16, Doubles16>(numbers_of<Floats16>(codes), scale, zero);
-}
-
-// The values of the 16 codes at `p`; reads 8 bytes.
-static inline Floats16 sixteen(const uint8_t* p, Floats16 table) {
+// The values of the 16 codes at `p`, from the table of all values; reads 8 bytes.
+static inline Float16 sixteen(const uint8_t* p, Float16 table) {
     uint64_t w;
     memcpy(&w, p, 8);
     if (BITS < 4) w = (w & ((1ull << 8 * BITS) - 1)) | w >> 8 * BITS << 32;
-    Words16 words = (Words16)Longs{w, w, w, w, w, w, w, w};
-    words = __builtin_shuffle(words, Words16{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1});
-    words = words >> Words16{0, B, 2 * B, 3 * B, 4 * B, 5 * B, 6 * B, 7 * B,
-                             0, B, 2 * B, 3 * B, 4 * B, 5 * B, 6 * B, 7 * B};
-    return __builtin_shuffle(table, (Ints16)words);
+    Word16 words = (Word16)Longs{w, w, w, w, w, w, w, w};
+    words = __builtin_shuffle(words, Word16{0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1});
+    words = words >> Word16{0, B, 2 * B, 3 * B, 4 * B, 5 * B, 6 * B, 7 * B,
+                            0, B, 2 * B, 3 * B, 4 * B, 5 * B, 6 * B, 7 * B};
+    return __builtin_shuffle(table, (Int16)words);
 }
 #endif
 
@@ -271,8 +265,8 @@ INLINE void decode_group(const uint8_t* codes, int64_t row_bytes, int64_t k, int
         UNROLL for (int r = 0; r < R; r++) sink(r, k, value(one(codes + r * row_bytes, k), scale[r], zero[r]));
     const uint8_t* p = codes + k / 8 * BITS;
 #ifdef HAS_TABLE
-    Floats16 tables[R];
-    UNROLL for (int r = 0; r < R; r++) tables[r] = table(scale[r], zero[r]);
+    Float16 tables[R];
+    UNROLL for (int r = 0; r < R; r++) tables[r] = values<Float16, Doubles16>(numbers_of_all(), scale[r], zero[r]);
     for (const int64_t last = (stop < sixteens ? stop : sixteens) - 16; k <= last; k += 16, p += 2 * BITS)
         UNROLL for (int r = 0; r < R; r++) sink(r, k, sixteen(p + r * row_bytes, tables[r]));
 #endif

@@ -7,7 +7,7 @@ struct ToMemory {
     void operator()(int, int64_t k, Floats values) { *(Unaligned*)(out + k) = values; }
 #endif
 #ifdef HAS_TABLE
-    void operator()(int, int64_t k, Floats16 values) { *(Unaligned16*)(out + k) = values; }
+    void operator()(int, int64_t k, Float16 values) { *(UnalignedFloat16*)(out + k) = values; }
 #endif
 };
 

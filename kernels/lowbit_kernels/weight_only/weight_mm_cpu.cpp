@@ -78,17 +78,11 @@ static constexpr float NUMBER = 1;
 
 // The j-th code of each word, as a number. NaN and infinities of float8 pass as any number.
 INLINE Float16 numbers(Word16 words, int j) {
-    const Word16 codes = words >> (uint32_t)(j * BITS);
-#if defined(HAS_TABLE)
-    const Int16 all = Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
-    return __builtin_shuffle(numbers_of<Float16>(all), (Int16)codes);
-#elif BITS == 8 && !EXPONENT && !defined(TABLE)
-    return number_of_word(words, j);
-#elif EXPONENT
+#if EXPONENT
     const Int16 moved = (Int16)(words << (uint32_t)(24 - 8 * j)) >> (8 - EXPONENT);
     return (Float16)((Word16)moved & MOVED) * UNIT;
 #else
-    return numbers_of<Float16>((Int16)(codes & MASK));
+    return number_of_word(words, j);
 #endif
 }
 #endif
@@ -163,7 +157,7 @@ struct Sums {
 #ifdef HAS_TABLE
     Float16 sixteens[R][M] = {};
 
-    INLINE_MEMBER void operator()(int r, int64_t k, Floats16 values) {
+    INLINE_MEMBER void operator()(int r, int64_t k, Float16 values) {
         UNROLL for (int m = 0; m < M; m++) sixteens[r][m] += *(const UnalignedFloat16*)(x + m * stride + k) * values;
     }
 #endif
@@ -207,31 +201,19 @@ struct Multiply {
         }
     }
 
-    void put(int64_t m, int64_t n, float sum) {
-        const int64_t at = m * given.rows + n;
-        if (n >= given.rows) return;
-        if (given.halves) {
-            if (given.bias) sum += of_bfloat16_one(((const uint16_t*)given.bias)[n]);
-            ((uint16_t*)given.out)[at] = to_bfloat16_one(sum);
-        } else {
-            if (given.bias) sum += ((const float*)given.bias)[n];
-            ((float*)given.out)[at] = sum;
-        }
-    }
-
     template <int R, int M>
     INLINE_MEMBER void put_totals(int64_t m, int64_t n, Float16 (&sums)[R][M]) {
 #ifdef HAS_SHUFFLE
         if constexpr (R == 4) {
             UNROLL for (int i = 0; i < M; i++) {
                 const Float16 all = totals(sums[0][i], sums[1][i], sums[2][i], sums[3][i]);
-                UNROLL for (int r = 0; r < 4; r++) put(m + i, n + r, all[4 * r]);
+                UNROLL for (int r = 0; r < 4; r++) write_one(given, m + i, n + r, all[4 * r]);
             }
             return;
         }
 #endif
         for (int r = 0; r < R; r++)
-            for (int i = 0; i < M; i++) put(m + i, n + r, total(sums[r][i]));
+            for (int i = 0; i < M; i++) write_one(given, m + i, n + r, total(sums[r][i]));
     }
 
     template <int R, int M>
@@ -316,7 +298,7 @@ struct Multiply {
                     const float number = one(weight.codes + n * l.row_bytes, k);
                     sum += x[i * l.columns + k / STEP * STEP + in_chunk] * value(number, scale, Zero());
                 }
-                put(i, n, sum);
+                write_one(given, i, n, sum);
             }
     }
 

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan, Map
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan, Map, run
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import program
-from lowbit_kernels.runtime.tensor_map import tensor_map
 from lowbit_kernels.runtime.triton_runtime import runs_on
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large
 from lowbit_kernels.weight_only.expert_operands import ExpertOperands, SortedPairs, Tensors
@@ -30,7 +30,6 @@ from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking, unpacking_o
 from lowbit_kernels.weight_only.weight_operands import (
     TensorLayout,
     WeightOperands,
-    addresses,
     described,
 )
 
@@ -159,35 +158,29 @@ class LargeExpertProduct:
         buffers = self.by_expert.buffers
         pairs, pitch = buffers[-1].shape
         rows_map = Map(rows, 2, pairs, self.by_expert.k, pitch, self.x_box, 64)
-        others = scale, zero_point, bias, None, None, global_scale, out
-        arguments = (
-            *(Map(codes, *self.codes_map), rows_map),
-            *(0 if one is None else Address(one) for one in others),
-            *(*self.sizes, Address(order), Address(ends)),
-        )
-        last = Launch(self.kernel, self.grid, self.threads, arguments)
+        numbers = codes, scale, zero_point, bias, order, ends, global_scale, out
+        last = self._launch(rows_map, numbers)
         return LaunchPlan((Buffer(self.shape, self.dtype),), buffers, (*before, last))
+
+    def _launch(self, rows: Map, numbers: Iterable[int]) -> Launch:
+        """The launch for x and, with these numbers, the other tensors of `SortedPairs` and the result."""
+        codes, *others = numbers
+        scale, zero_point, bias, order, ends, global_scale, out = map(Address, others)
+        parts = scale, zero_point, bias, 0, 0, global_scale, out
+        arguments = Map(codes, *self.codes_map), rows, *parts, *self.sizes, order, ends
+        return Launch(self.kernel, self.grid, self.threads, arguments)
 
     def of_sorted(self, pairs: SortedPairs) -> Tensor:
         """The product of rows of x that are sorted by expert. `order`: where their results belong."""
         rows, codes, scale, zero_point, bias, order, ends, global_scale = pairs
-        scale = aligned(scale)
         zero_point = None if zero_point is None else aligned(zero_point)
         bias = None if bias is None else bias.contiguous()
         rows = rows if large.is_readable(TensorLayout(*described(rows))) else readable(rows)
-        out = rows.new_empty(self.shape, dtype=self.dtype)
+        own = rows, codes, aligned(scale), zero_point, bias, order, ends, global_scale
         with torch.cuda.device_of(rows):
-            self.kernel(
-                torch.cuda.current_stream().cuda_stream,
-                self.grid,
-                self.threads,
-                tensor_map(codes.data_ptr(), *self.codes_map).getPtr(),
-                tensor_map(rows.data_ptr(), *self.x_map(rows)).getPtr(),
-                *addresses(scale, zero_point, bias, None, None, global_scale, out),
-                *self.sizes,
-                *addresses(order, ends),
-            )
-        return out
+            launch = self._launch(Map(0, *self.x_map(rows)), range(1, 9))
+            plan = LaunchPlan((Buffer(self.shape, self.dtype),), (), (launch,))
+            return run(plan, own)[0]
 
 
 def source(
@@ -208,8 +201,8 @@ def _kernel(
     gated: bool,
     device: int,
 ) -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(dtype, own, division, experts, gated), "sm_90a"))
     tokens, rows, groups, *_, chunk, stages = division
     shared = stages * (_stage(tokens, rows, own, chunk) + 16)
     shared += large._fixed(tokens, rows, groups, 1, own) + 4 * experts + 4
-    return module.kernel("weight_mm", 19, structs=2, shared=shared, overlaps=True)
+    code = source(dtype, own, division, experts, gated)
+    return nvrtc.kernel(code, "weight_mm", 19, structs=2, shared=shared, overlaps=True)

@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from lowbit_kernels.runtime import nvrtc
-from lowbit_kernels.runtime.launch_plan import Address, Argument, Buffer, Launch, LaunchPlan
+from lowbit_kernels.runtime.launch_plan import (
+    Address,
+    Argument,
+    Buffer,
+    Launch,
+    LaunchPlan,
+    run,
+)
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.weight_only import weight_mm_decode_sm90 as decode
@@ -27,7 +34,6 @@ from lowbit_kernels.weight_only.weight_operands import (
     GROUP_STEP,
     HALVES,
     SCALE_MACROS,
-    addresses,
 )
 
 SLAB = 16
@@ -154,19 +160,11 @@ class ExpertProduct:
 
     def __call__(self, tensors: Tensors) -> Tensor:
         x, codes, scale, zero_point, bias, ids, global_scale = tensors
-        out = x.new_empty(self.shape, dtype=self.dtype)
-        scale = aligned(scale)
         zero_point = None if zero_point is None else zero_point.contiguous()
         bias = None if bias is None else bias.contiguous()
+        own = x, codes, aligned(scale), zero_point, bias, ids.contiguous(), global_scale
         with torch.cuda.device_of(x):
-            self.kernel(
-                torch.cuda.current_stream().cuda_stream,
-                self.grid,
-                self.threads,
-                *addresses(x, codes, scale, zero_point, bias, global_scale, ids.contiguous(), out),
-                *self.sizes,
-            )
-        return out
+            return run(self.launches(), own)[0]
 
     def launches(self) -> LaunchPlan:
         """The plan for the operands as they are, in the order of `Tensors`, on the current device."""
@@ -202,5 +200,4 @@ def source(variant: ExpertVariant) -> str:
 
 @nvrtc.variants
 def _kernel(variant: ExpertVariant, device: int) -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))
-    return module.kernel("expert_mm", 18, shared=variant.shared, overlaps=True)
+    return nvrtc.kernel(source(variant), "expert_mm", 18, shared=variant.shared, overlaps=True)

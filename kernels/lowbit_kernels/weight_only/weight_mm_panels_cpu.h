@@ -10,11 +10,7 @@
 // Pairs    numbers in bfloat16, without their scales, two columns a step, for processors that multiply such pairs. Sums
 //          of a group are multiplied by its scale in float32, so nothing is rounded.
 
-typedef uint32_t Word16 __attribute__((vector_size(64)));
 typedef uint32_t UnalignedWord16 __attribute__((vector_size(64), aligned(1)));
-typedef int32_t Int16 __attribute__((vector_size(64)));
-typedef float Float16 __attribute__((vector_size(64)));
-typedef float UnalignedFloat16 __attribute__((vector_size(64), aligned(4)));
 typedef uint16_t Half16 __attribute__((vector_size(32)));
 typedef uint16_t UnalignedHalf16 __attribute__((vector_size(32), aligned(2)));
 typedef uint16_t Half32 __attribute__((vector_size(64)));
@@ -58,16 +54,10 @@ INLINE Float16 of_bfloat16(const uint16_t* p) {
     return (Float16)(__builtin_convertvector(*(const UnalignedHalf16*)p, Word16) << 16);
 }
 
-static inline float of_bfloat16_one(uint16_t half) {
-    const uint32_t bits = (uint32_t)half << 16;
-    float found;
-    memcpy(&found, &bits, 4);
-    return found;
-}
+static inline float of_bfloat16_one(uint16_t half) { return bits_float((uint32_t)half << 16); }
 
 static inline uint16_t to_bfloat16_one(float number) {
-    uint32_t bits;
-    memcpy(&bits, &number, 4);
+    const uint32_t bits = float_bits(number);
     if (number != number) return 0x7fc0;
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
@@ -93,6 +83,18 @@ INLINE int64_t own_columns(const Operands& given, int64_t k, int64_t count) {
     return left < count ? left : count;
 }
 
+static inline void write_one(const Operands& given, int64_t m, int64_t n, float sum) {
+    const int64_t at = m * given.rows + n;
+    if (n >= given.rows) return;
+    if (given.halves) {
+        if (given.bias) sum += of_bfloat16_one(((const uint16_t*)given.bias)[n]);
+        ((uint16_t*)given.out)[at] = to_bfloat16_one(sum);
+    } else {
+        if (given.bias) sum += ((const float*)given.bias)[n];
+        ((float*)given.out)[at] = sum;
+    }
+}
+
 INLINE void write(const Operands& given, int64_t m, int64_t n, Float16 sums) {
     const int64_t at = m * given.rows + n, left = given.rows - n;
     if (left >= 16 && given.halves) {
@@ -102,16 +104,7 @@ INLINE void write(const Operands& given, int64_t m, int64_t n, Float16 sums) {
         if (given.bias) sums += *(const UnalignedFloat16*)((const float*)given.bias + n);
         *(UnalignedFloat16*)((float*)given.out + at) = sums;
     } else {
-        for (int i = 0; i < left; i++) {
-            float sum = sums[i];
-            if (given.halves) {
-                if (given.bias) sum += of_bfloat16_one(((const uint16_t*)given.bias)[n + i]);
-                ((uint16_t*)given.out)[at + i] = to_bfloat16_one(sum);
-            } else {
-                if (given.bias) sum += ((const float*)given.bias)[n + i];
-                ((float*)given.out)[at + i] = sum;
-            }
-        }
+        for (int i = 0; i < left; i++) write_one(given, m, n + i, sums[i]);
     }
 }
 
@@ -170,12 +163,7 @@ struct Float8Table {
     Half32 parts[4];
     Float8Table() {
         const Denormals denormals;
-        for (int i = 0; i < 128; i++) {
-            const float found = number(i);
-            uint32_t bits;
-            memcpy(&bits, &found, 4);
-            ((uint16_t*)parts)[i] = (uint16_t)(bits >> 16);
-        }
+        for (int i = 0; i < 128; i++) ((uint16_t*)parts)[i] = (uint16_t)(float_bits(number(i)) >> 16);
     }
     // The numbers of the lower codes of each 16 bits.
     INLINE_MEMBER Word16 operator()(Word16 codes) const {
@@ -193,19 +181,23 @@ static const Float8Table float8_table;
 // The j-th code of each word, as a number.
 INLINE Float16 number_of_word(Word16 words, int j) {
 #if defined(HAS_TABLE)
-    const Int16 all = Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
-    return __builtin_shuffle(numbers_of<Float16>(all), (Int16)(words >> (uint32_t)(j * BITS)));
+    return __builtin_shuffle(numbers_of_all(), (Int16)(words >> (uint32_t)(j * BITS)));
 #elif BITS == 8 && !EXPONENT && !defined(TABLE)
     // The code, plus 128 if it has a sign, as bits of 2^23 (codes 0 and 2) or 2^15 (1 and 3) and more.
     const Word16 codes = j < 2 ? words : words >> 16;
     const uint32_t mask = j % 2 ? 0xff00 : 0xff, sign = LOW < 0 ? 0x8080 & mask : 0;
     const float base = j % 2 ? 0x1p15f : 0x1p23f;
-    uint32_t bits;
-    memcpy(&bits, &base, 4);
-    return (Float16)((codes & mask) ^ (bits | sign)) - (base + (LOW < 0 ? 128 : 0));
+    return (Float16)((codes & mask) ^ (float_bits(base) | sign)) - (base + (LOW < 0 ? 128 : 0));
 #else
     return numbers_of<Float16>((Int16)(words >> (uint32_t)(j * BITS) & (uint32_t)MASK));
 #endif
+}
+
+// Columns k to k + 15 of 16 rows of floats, MOST_DEPTH apart: turned[i] becomes column k + i.
+INLINE void turn_rows(const float* rows, int64_t k, Word16* turned) {
+    const uint8_t* all[16];
+    for (int i = 0; i < 16; i++) all[i] = (const uint8_t*)(rows + i * MOST_DEPTH);
+    load_turned(all, k * 4, turned);
 }
 
 struct ToRows {
@@ -214,7 +206,7 @@ struct ToRows {
     INLINE_MEMBER void operator()(int r, int64_t k, float value) { to[r * MOST_DEPTH + k - from] = value; }
     INLINE_MEMBER void operator()(int r, int64_t k, Floats values) { *(Unaligned*)(to + r * MOST_DEPTH + k - from) = values; }
 #ifdef HAS_TABLE
-    INLINE_MEMBER void operator()(int r, int64_t k, Floats16 values) { *(Unaligned16*)(to + r * MOST_DEPTH + k - from) = values; }
+    INLINE_MEMBER void operator()(int r, int64_t k, Float16 values) { *(UnalignedFloat16*)(to + r * MOST_DEPTH + k - from) = values; }
 #endif
 };
 
@@ -325,10 +317,8 @@ struct Values {
     }
     static void take_rows(const float* rows, int64_t columns, Vector* to) {
         for (int64_t k = 0; k < columns; k += 16) {
-            const uint8_t* all[16];
-            for (int i = 0; i < 16; i++) all[i] = (const uint8_t*)(rows + i * MOST_DEPTH);
             Word16 turned[16];
-            load_turned(all, k * 4, turned);
+            turn_rows(rows, k, turned);
             for (int i = 0; i < 16 && k + i < columns; i++) to[(k + i) * WIDE] = (Float16)turned[i];
         }
     }
@@ -421,8 +411,7 @@ struct Pairs {
     }
 #if BITS <= 4
     static INLINE_MEMBER Half32 halves_of_codes() {
-        const Int16 all = Int16{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} & MASK;
-        const Half16 halves = __builtin_convertvector((Word16)numbers_of<Float16>(all) >> 16, Half16);
+        const Half16 halves = __builtin_convertvector((Word16)numbers_of_all() >> 16, Half16);
         Half32 found;
         memcpy(&found, &halves, 32);
         memcpy((char*)&found + 32, &halves, 32);
@@ -437,10 +426,8 @@ struct Pairs {
     }
     static void take_rows(const float* rows, int64_t columns, Vector* to) {
         for (int64_t k = 0; k < columns; k += 16) {
-            const uint8_t* all[16];
-            for (int i = 0; i < 16; i++) all[i] = (const uint8_t*)(rows + i * MOST_DEPTH);
             Word16 turned[16];
-            load_turned(all, k * 4, turned);
+            turn_rows(rows, k, turned);
             for (int i = 0; i < 16 && k + i < columns; i += 2)
                 to[(k + i) / 2 * WIDE] = both((Float16)turned[i], k + i + 1 < columns ? (Float16)turned[i + 1] : Float16{});
         }
@@ -450,11 +437,8 @@ struct Pairs {
 // True if bfloat16 holds all numbers of codes, and what zero points make of them.
 static bool fits_bfloat16() {
 #if defined(TABLE)
-    for (float number : TABLE_VALUES) {
-        uint32_t bits;
-        memcpy(&bits, &number, 4);
-        if (bits & 0xffff) return false;
-    }
+    for (float number : TABLE_VALUES)
+        if (float_bits(number) & 0xffff) return false;
 #endif
     return ZERO == 0 || (ZERO == 1 && BITS < 8);
 }

@@ -87,10 +87,8 @@ def sums_of_blocks(
 
 
 @jit
-def _finished(sums, bias, residual, token_scale, rows, row_inside, columns, column_inside, n):
-    """sums [BLOCK_M, BLOCK_N] times the tokens' scales, plus bias and residual. Each of these may be None."""
-    if token_scale is not None:
-        sums *= tl.load(token_scale + rows, mask=row_inside, other=0)[:, None]
+def _finished(sums, bias, residual, rows, row_inside, columns, column_inside, n):
+    """sums [BLOCK_M, BLOCK_N] plus bias and residual, each of which may be None."""
     if bias is not None:
         sums += tl.load(bias + columns, mask=column_inside, other=0).to(tl.float32)[None, :]
     if residual is not None:
@@ -108,7 +106,6 @@ def _kernel(
     zero_point,
     bias,
     residual,
-    token_scale,
     out,  # [m, n], or float32 [slices, m, n] if SLICES > 1
     m,
     n,
@@ -145,9 +142,7 @@ def _kernel(
     if SLICES > 1:
         out += tl.program_id(1).to(tl.int64) * m * n
     else:
-        sums = _finished(
-            sums, bias, residual, token_scale, rows, row_inside, columns, column_inside, n
-        )
+        sums = _finished(sums, bias, residual, rows, row_inside, columns, column_inside, n)
     at = rows[:, None] * n + columns[None, :]
     tl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
 
@@ -157,7 +152,6 @@ def _combine(
     partial,  # float32 [slices, m, n]
     bias,
     residual,
-    token_scale,
     out,
     m,
     n,
@@ -175,7 +169,7 @@ def _combine(
     for _ in tl.range(0, slices):
         sums += tl.load(partial + at, mask=inside, other=0)
         partial += step
-    sums = _finished(sums, bias, residual, token_scale, rows, row_inside, columns, column_inside, n)
+    sums = _finished(sums, bias, residual, rows, row_inside, columns, column_inside, n)
     tl.store(out + at, sums.to(out.dtype.element_ty), mask=inside)
 
 
@@ -217,8 +211,8 @@ def _even_slices(blocks: int, slices: int) -> tuple[int, int]:
 
 def product(operands: WeightOperands, slices: int | None = None) -> Product | None:
     """The planned product; None where Triton doesn't run, for more than MOST_TOKENS tokens, for formats other than int4
-    and int8, and for groups that `block_of_k` refuses. `slices`: of K, for tests."""
-    if not operands.format.is_int4_or_int8:
+    and int8, for groups that `block_of_k` refuses, and with a token_scale. `slices`: of K, for tests."""
+    if operands.token_scale is not None or not operands.format.is_int4_or_int8:
         return None
     block = block_of_k(operands.group_size, operands.groups)
     if not (runs_on(operands.x.device) and operands.m <= MOST_TOKENS and block):
@@ -254,13 +248,13 @@ class TritonProduct:
         }
 
     def __call__(self, tensors: Tensors) -> Tensor:
-        x, codes, scale, zero_point, bias, residual, token_scale, *_ = tensors
+        x, codes, scale, zero_point, bias, residual, *_ = tensors
         (m, n), k = self.shape, x.shape[1]
         if x.device.type == "cpu":  # the interpreter has no bfloat16
             x = x.float()
         x, codes, scale = (t if t.stride(1) == 1 else t.contiguous() for t in (x, codes, scale))
         zero_point = None if zero_point is None else zero_point.contiguous()
-        words, ends = in_words(codes, self.word), (bias, residual, token_scale)
+        words, ends = in_words(codes, self.word), (bias, residual)
         out = x.new_empty((m, n), dtype=self.stored)
         to = x.new_empty((self.slices, m, n), dtype=torch.float32) if self.slices > 1 else out
         with torch.cuda.device_of(x):
