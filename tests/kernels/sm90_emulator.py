@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -24,10 +25,16 @@ static TensorMap described(const uint64 *a) {
 FOOTER = """
 extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
-        weight_mm(described(codes), described(x), (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
+        weight_mm(described(codes), described(x),
+#if LAST_TOKENS
+                  described(x + 7),
+#endif
+                  (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
                   (const void *)a[3], (const float *)a[4], (const float *)a[5], (unsigned short *)a[6], a[7], a[8],
                   a[9], a[10], a[11], a[12], a[13], a[14]
-#if EXPERTS
+#if LAST_TOKENS
+                  , a[15], a[16]
+#elif EXPERTS
                   , (const int *)a[15], (const int *)a[16]
 #endif
         );
@@ -97,8 +104,9 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
     product_of = library(source).emulated_product
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
-        codes, x, *rest = arguments
-        product_of(grid, _words(codes), _words(x), _words(tuple(rest)))  # type: ignore[arg-type]
+        maps = [one for one in arguments if isinstance(one, tuple)]
+        x = tuple(itertools.chain(*maps[1:]))  # in boxes of one or two sizes
+        product_of(grid, _words(maps[0]), _words(x), _words(arguments[len(maps) :]))  # type: ignore[arg-type]
 
     return product
 

@@ -198,6 +198,10 @@ def planned(
     return LargeBatchDivision(tokens, rows, groups, beside, split, rounded, 128, depth, clusters)
 
 
+def mixed(tokens: int, full_rows: int, of: LargeBatchDivision) -> LargeBatchDivision:
+    return of._replace(last_tokens=tokens, full_rows=full_rows)
+
+
 EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more chunks than stages, ragged shapes
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
@@ -252,6 +256,12 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
     (planned(208, 128, 2, 1, 2, 1, rounded=True), 208, 128, 400, 4, 128),
     (planned(176, 128, 2, 1, 2, 4, rounded=True), 180, 136, 600, 4, 128),  # both finish 16 tokens
     (planned(256, 128, 2, 1, 2, 1, rounded=True), 250, 128, 300, 4, 128),  # sums in two phases
+    # smaller tiles in the last rows
+    (mixed(80, 2, planned(112, 128, 2, 1, 1, 3, rounded=True)), 200, 520, 400, 4, 128),
+    (mixed(208, 1, planned(256, 128, 2, 1, 1, 2, rounded=True)), 250, 264, 260, 4, 128),
+    (mixed(64, 1, planned(96, 192, 3, 1, 1, 2)), 150, 700, 500, 8, 0),
+    (mixed(80, 1, planned(128, 256, 2, 1, 1, 3)), 200, 600, 270, 4, 0),
+    (mixed(48, 1, planned(64, 128, 2, 1, 1, 2)), 100, 300, 400, 4, 64),
 ]
 
 

@@ -38,6 +38,9 @@ BOX = 16 * 48  # bytes of shared memory for results, if blocks or warp groups sh
 LINES = 2 * 16 * 144  # the same of a warp group otherwise
 MAX_STAGES = 12
 BAND = 8  # tiles of tokens that the grid works through together
+LAST_ROUNDS = 4  # of tiles of equal size, at most, that smaller ones replace
+MIXED_WITHIN = 1.2
+"""Of the least estimate without tiles of two sizes: from this on they would not help."""
 
 
 class LargeBatchDivision(NamedTuple):
@@ -52,6 +55,8 @@ class LargeBatchDivision(NamedTuple):
     chunk: int  # of K, in a pipeline stage
     stages: int
     clusters: int
+    last_tokens: int = 0  # of a tile in the last rows; 0: as of the others
+    full_rows: int = 0  # rows of tiles before the last ones
 
     @property
     def cluster(self) -> int:
@@ -127,12 +132,45 @@ ZEROS = {"LOOKUP": 50, "INT8": 120}
 """Clocks of zero points beside scales multiplied into codes, in tiles of up to 128 tokens."""
 
 
+DRIFT = 1.02  # blocks that read the same tokens drift apart in time
+
+
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> LargeBatchDivision:
     """The plan with the fewest estimated clocks (`_clocks`)."""
     # Plans bound by memory have the same estimated cost. min() takes the first, which was slightly faster in practice.
     candidates = divisions(m, n, k, unpacking, multiprocessors)
-    return min(candidates, key=lambda c: _clocks(c, m, n, k, unpacking))
+    clocks = {c: _clocks(c, m, n, k, unpacking) for c in candidates}
+    best = min(candidates, key=clocks.__getitem__)
+    mixed = [
+        c
+        for of in candidates
+        if of.tokens > 64 and clocks[of] < MIXED_WITHIN * clocks[best]
+        for c in mixes(of, m, n)
+    ]
+    return min([best, *mixed], key=lambda c: _clocks(c, m, n, k, unpacking))
+
+
+def mixes(of: LargeBatchDivision, m: int, n: int) -> list[LargeBatchDivision]:
+    """The divisions with the same tiles and smaller ones in the last rows, which the last rounds share evenly. None where
+    blocks of a cluster work together, or warp groups share sums."""
+    tile, height = Tile(*of[:3]), -(-n // of.rows)
+    columns = -(-m // of.tokens)
+    if of.cluster > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
+        return []
+    rounds = columns * height // of.clusters
+    full = {
+        rows
+        for i in range(max(rounds - LAST_ROUNDS + 1, 1), rounds + 1)
+        for rows in (i * of.clusters // columns, -(-i * of.clusters // columns))
+        if 0 < rows < height
+    }
+    return [
+        of._replace(last_tokens=tokens, full_rows=rows)
+        for tokens in TOKENS
+        if 64 <= tokens < min(of.tokens, m)
+        for rows in sorted(full)
+    ]
 
 
 def divisions(
@@ -220,30 +258,58 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacki
     count as 128 bytes or more; memory, at 2,420 bytes a clock for all clusters. The end of a tile, and the exchange of
     sums where blocks share them, come on top.
     """
+    if plan.last_tokens:
+        return _mixed_clocks(plan, m, n, k, unpacking)
     tile, tokens = Tile(*plan[:3]), plan.tokens
     chunks, columns = -(-k // (plan.chunk * plan.split)), -(-m // tokens)
-    pitch = _pitch(plan.chunk, unpacking.bits)
-    slower = 1.05 if plan.beside > 1 else 1.0  # blocks that share copies wait for each other
-    chunk = max(
-        plan.rows / 64 * _products(plan, unpacking) * slower,
-        (plan.rows * max(pitch, 128) + tokens * plan.chunk * 2 / plan.beside) / 52,
-        plan.rows * pitch * plan.clusters * plan.cluster / 2420 / min(columns, BAND),
-    )
+    chunk = _chunk_clocks(plan, tokens, m, unpacking)
     whole, left = divmod(tile.clusters(m, n, plan.beside), plan.clusters)
     divided = plan.divides and 0 < left * 2 <= plan.clusters
     whole += left > 0 and not divided
-    end = 2010 + 12 * tokens * (2 if plan.rows > 64 * plan.groups else 1)
+    end = _end_clocks(plan, tokens)
     exchange, parts = 0.34 * tokens * plan.rows, plan.split * tile.lanes
     clocks = whole * (chunks * chunk + end + exchange * (parts - 1) / parts)
     if divided:
         clocks += 0.46 * chunks * chunk + end + exchange / 2
     if whole + divided > 1 and columns > 1 and plan.beside == 1:
-        clocks *= 1.02  # blocks that read the same tokens drift apart in time
+        clocks *= DRIFT
     return 1560 + clocks
 
 
-def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
-    """Clocks of a warp group for 64 rows of a chunk. Up to 128 tokens shared memory and the latency of unpacking bound
+def _mixed_clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacking) -> float:
+    """The same for tiles of two sizes, by the block that takes the longest."""
+    sizes, chunks = (plan.tokens, plan.last_tokens), -(-k // plan.chunk)
+    first, second = (
+        chunks * _chunk_clocks(plan, tokens, m, unpacking) + _end_clocks(plan, tokens)
+        for tokens in sizes
+    )
+    columns, last_columns = (-(-m // tokens) for tokens in sizes)
+    count = plan.full_rows * columns
+    tiles = count + (-(-n // plan.rows) - plan.full_rows) * last_columns
+    longest = 0.0
+    for block in {i % plan.clusters for i in (0, count - 1, count, tiles - 1)}:
+        own = -(-max(count - block, 0) // plan.clusters)
+        others = -(-max(tiles - block, 0) // plan.clusters) - own
+        longest = max(longest, own * first + others * second)
+    return 1560 + longest * DRIFT
+
+
+def _chunk_clocks(plan: LargeBatchDivision, tokens: int, m: int, unpacking: Unpacking) -> float:
+    pitch, columns = _pitch(plan.chunk, unpacking.bits), -(-m // tokens)
+    slower = 1.05 if plan.beside > 1 else 1.0  # blocks that share copies wait for each other
+    return max(
+        plan.rows / 64 * _products(plan, tokens, unpacking) * slower,
+        (plan.rows * max(pitch, 128) + tokens * plan.chunk * 2 / plan.beside) / 52,
+        plan.rows * pitch * plan.clusters * plan.cluster / 2420 / min(columns, BAND),
+    )
+
+
+def _end_clocks(plan: LargeBatchDivision, tokens: int) -> float:
+    return 2010 + 12 * tokens * (2 if plan.rows > 64 * plan.groups else 1)
+
+
+def _products(plan: LargeBatchDivision, tokens: int, unpacking: Unpacking) -> float:
+    """Clocks of a warp group for 64 rows of a chunk and so many tokens. Up to 128 tokens shared memory and the latency of unpacking bound
     them, beyond that the tensor cores, which long unpacking slows down."""
     once, part = plan.rounded or unpacking.group == 0, plan.chunk / 128
     codes = unpacking.codes
@@ -261,7 +327,7 @@ def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
     base = float(alone)
     if plan.groups == 4:  # more warps, which hide more of the latency
         base, each = base * 0.96, 3.0
-    return max((base + each * plan.tokens) * part + 38, (4.04 * plan.tokens + slowed) * part)
+    return max((base + each * tokens) * part + 38, (4.04 * tokens + slowed) * part)
 
 
 def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
@@ -365,18 +431,23 @@ class LargeBatchProduct(OneLaunch):
         pitch = codes.strides[0] if n > 1 else row
         self.codes_map = (1, n, row, pitch, height, _pitch(plan.chunk, operands.bits))
         self.x_map = (2, m, k, x_pitch, share, 64)
+        self.last_map = (2, m, k, x_pitch, plan.last_tokens, 64)
         wide = n % 8 == 0 and (residual is None or residual.misaligned == 0)
         self.grid, self.threads = plan.clusters * plan.cluster, 128 * (plan.groups + 1)
         self.sizes = (
             *(m, n, -(-k // plan.chunk), operands.groups),
             *(-(-n // (plan.rows * plan.beside)), -(-m // plan.tokens), BAND, int(wide)),
         )
+        if plan.last_tokens:
+            self.sizes += plan.full_rows, -(-m // plan.last_tokens)
         own = unpacking_of(operands)
         assert own is not None
-        self.macros = (x.dtype, operands.out, own, plan[:8])
+        self.macros = (x.dtype, operands.out, own, plan[:8], plan.last_tokens)
 
     def launch(self) -> Launch:
-        maps = Map(CODES, *self.codes_map), Map(X, *self.x_map)
+        maps = [Map(CODES, *self.codes_map), Map(X, *self.x_map)]
+        if self.plan.last_tokens:
+            maps.append(Map(X, *self.last_map))
         arguments: tuple[Argument, ...] = *maps, *map(Address, range(SCALE, OUT + 1))
         kernel = _kernel(*self.macros, torch.cuda.current_device())
         return Launch(kernel, self.grid, self.threads, (*arguments, *self.sizes))
@@ -398,15 +469,17 @@ def source(
     out: torch.dtype,
     unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
+    last_tokens: int = 0,
 ) -> str:
-    """The CUDA C++ to compile; `shape` is a `LargeBatchDivision` without its clusters."""
+    """The CUDA C++ to compile; `shape` is the first fields of a `LargeBatchDivision`, without its clusters."""
     fields = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
     macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
-    macros |= dict(zip(fields, shape, strict=True))
+    macros |= dict(zip(fields, shape, strict=True)) | {"LAST_TOKENS": last_tokens}
     tiles = "weight_only/weight_mm_large_batch_tiles_sm90.cuh"
     headers = *SM90, "weight_only/weight_lookup_sm90.cuh", tiles
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    multiply = multiply_from_registers(shape[0], 16, f"f32.{kind}.{kind}")
+    sizes = [shape[0], last_tokens] if last_tokens else [shape[0]]
+    multiply = "".join(multiply_from_registers(t, 16, f"f32.{kind}.{kind}") for t in sizes)
     names = "weight_mm_large_batch_products_sm90.cuh", "weight_mm_large_batch_sm90.cu"
     return program(macros, *headers, multiply, *(f"weight_only/{name}" for name in names))
 
@@ -417,10 +490,14 @@ def _kernel(
     out: torch.dtype,
     unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
+    last_tokens: int,
     device: int,
 ) -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(dtype, out, unpacking, shape), "sm_90a"))
+    code = source(dtype, out, unpacking, shape, last_tokens)
+    module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
     tokens, rows, groups, _, split, _, chunk, stages = shape
     shared = stages * (_stage(Tile(tokens, rows, groups), unpacking, chunk) + 16)
     shared += _fixed(tokens, rows, groups, split, unpacking)
-    return module.kernel("weight_mm", 17, structs=2, shared=shared, overlaps=True)
+    more = 1 if last_tokens else 0
+    sizes = 17 + 3 * more
+    return module.kernel("weight_mm", sizes, structs=2 + more, shared=shared, overlaps=True)
