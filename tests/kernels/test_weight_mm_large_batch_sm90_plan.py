@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -16,12 +17,11 @@ from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     TOKENS,
     LargeBatchDivision,
     Tile,
-    divisions,
-    mixes,
     plan,
     stages,
 )
-
+from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.sm90_emulator import schedule_of
 
 INT4 = Unpacking("INT4", 4, 128, rounding="large")
 NF4 = Unpacking("LOOKUP", 4, 64, scale="FP32", rounding="large", table=tuple(range(16)))
@@ -34,8 +34,6 @@ def work(plan: LargeBatchDivision, m: int, n: int, k: int) -> list[tuple[int, in
         -(-n // (plan.rows * plan.beside)),
         -(-m // plan.tokens),
     )
-    if plan.last_tokens:
-        return work_of_two_sizes(plan, m, n, chunks)
     tiles = rows * columns
     left = tiles % plan.clusters
     divided = left if plan.divides and left * 2 <= plan.clusters else 0
@@ -63,45 +61,6 @@ def work(plan: LargeBatchDivision, m: int, n: int, k: int) -> list[tuple[int, in
             found += [(r, token, *share) for r in alone]
             found += [(shared, token, c, c + 1) for c in range(beside, chunks, 2)]
     return found
-
-
-def work_of_two_sizes(
-    plan: LargeBatchDivision, m: int, n: int, chunks: int
-) -> list[tuple[int, int, int, int]]:
-    """The same for plans with smaller tiles in the last rows."""
-    assert plan.cluster == 1
-    found = []
-    for first, end, tokens in (
-        (0, plan.full_rows, plan.tokens),
-        (plan.full_rows, -(-n // plan.rows), plan.last_tokens),
-    ):
-        rows, columns = end - first, -(-m // tokens)
-        for tile in range(rows * columns):
-            above = tile // (BAND * rows) * BAND
-            within, width = tile - above * rows, min(BAND, columns - above)
-            row = (first + within // width) * plan.rows
-            found.append((row, (above + within % width) * tokens, 0, chunks))
-    return found
-
-
-def covers_once(plan: LargeBatchDivision, m: int, n: int, k: int) -> bool:
-    """True if every result belongs to exactly one tile, and that tile's blocks multiply each chunk of K once."""
-    parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for row, token, first, last in work(plan, m, n, k):
-        parts.setdefault((row, token), []).append((first, last))
-    chunks = -(-k // plan.chunk)
-    area = 0
-    for (row, token), shares in parts.items():
-        shares.sort()
-        ends = [0, *(last for _, last in shares)]
-        if [first for first, _ in shares] != ends[:-1] or ends[-1] != chunks:
-            return False
-        is_last = plan.last_tokens and row >= plan.full_rows * plan.rows
-        tokens = plan.last_tokens if is_last else plan.tokens
-        if row % plan.rows or token % tokens:
-            return False
-        area += max(min(plan.rows, n - row), 0) * max(min(tokens, m - token), 0)
-    return area == m * n
 
 
 SHAPES = (st.integers(1, 3000), st.integers(1, 40000), st.integers(1, 400))
@@ -155,8 +114,7 @@ def test_plan_fits_the_gpu_and_covers_all(
     if chosen.last_tokens:
         assert 64 <= chosen.last_tokens < chosen.tokens and chosen.last_tokens % 16 == 0
         assert 0 < chosen.full_rows < -(-n // chosen.rows) and chosen.cluster == tile.lanes == 1
-        assert covers_once(chosen, m, n, k)
-        return
+        return  # `test_blocks_compute_each_part_of_a_tile_once`
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):
         assert first < last or k <= chosen.chunk, "no block is idle"
@@ -181,27 +139,45 @@ def test_plan_of_the_shapes_that_matter() -> None:
         assert large[:5] == (m, 224, 4, 2, 1) and large.clusters == 64
 
 
-@settings(max_examples=300)
-@given(
-    st.integers(129, 5000),
-    st.integers(1, 40000),
-    st.integers(1, 400),
-    st.sampled_from([16, 78, 114, 132]),
-    st.data(),
-)
-def test_tiles_of_two_sizes_cover_all(m, n, k32, processors, data) -> None:
-    """Every plan that is compared, not only the fastest."""
-    k = 32 * k32
-    found = [c for of in divisions(m, n, k, INT4, processors) for c in mixes(of, m, n)]
-    if found:
-        assert covers_once(data.draw(st.sampled_from(found)), m, n, k)
-
-
 @pytest.mark.parametrize("unpacking", [INT4, Unpacking("INT8", 8, 0), NF4], ids=str)
 def test_shapes_that_divide_badly_take_tiles_of_two_sizes(unpacking: Unpacking) -> None:
-    """1,024 tokens of 14336 x 4096 are 3.4 rounds of 132 tiles of 256 x 128: one round of them, and three of 208 x 128."""
+    """1,024 tokens of 14336 x 4096 are 3.4 rounds of tiles of 256 x 128: one round of them, and three of 208 x 128."""
     chosen = plan(1024, 14336, 4096, unpacking, 132)
     assert (*chosen[:3], *chosen[-2:]) == (256, 128, 2, 208, 33)
-    assert covers_once(chosen, 1024, 14336, 4096)
     once = plan(1024, 4096, 4096, unpacking, 132)  # 128 tiles: no round is left
     assert not once.last_tokens
+
+
+SCHEDULED = [  # rows of the weight that clusters share, and the plan
+    (1, LargeBatchDivision(256, 128, 2, 1, 1, True, 128, 3, 132, last_tokens=208)),
+    (1, LargeBatchDivision(176, 192, 3, 1, 1, True, 128, 3, 132, last_tokens=64)),
+    (1, LargeBatchDivision(112, 128, 2, 1, 1, True, 128, 4, 20, last_tokens=80)),
+    (1, LargeBatchDivision(256, 128, 2, 1, 1, True, 128, 3, 132)),
+    (256, LargeBatchDivision(256, 128, 2, 2, 1, True, 128, 3, 66)),  # with divided tiles
+    (128, LargeBatchDivision(128, 128, 2, 1, 2, True, 128, 5, 66)),
+]
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize(("step", "division"), SCHEDULED, ids=str)
+def test_blocks_compute_each_part_of_a_tile_once(step: int, division: LargeBatchDivision) -> None:
+    """By the kernel's own `Schedule`, at hundreds of shapes. step: N is a multiple of it."""
+    tiles_of, chance = schedule_of(division), random.Random(0)
+    for _ in range(300):
+        m, n = chance.randint(1, 3000), step * -(-chance.randint(130, 20000) // step)
+        k = chance.randint(2, 40) * division.chunk
+        height = -(-n // division.rows)
+        rows = chance.randint(1, height - 1) if height > 1 else 1
+        own = division._replace(full_rows=rows if division.last_tokens else 0)
+        parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        area: dict[tuple[int, int], int] = {}
+        for row, token, tokens, first, end, *corner in tiles_of(own, m, n, k).tolist():
+            across = min(row + division.rows, n) - corner[0]
+            area[*corner] = across * (min(token + tokens, m) - corner[1])
+            parts.setdefault((corner[0], corner[1]), []).append((first, end))
+        assert sum(area.values()) == m * n and min(area.values()) > 0
+        for shares in map(sorted, parts.values()):
+            assert [0, *(end for _, end in shares)] == [
+                *(first for first, _ in shares),
+                k // division.chunk,
+            ]

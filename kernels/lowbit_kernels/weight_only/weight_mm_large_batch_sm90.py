@@ -152,8 +152,8 @@ def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> 
 
 
 def mixes(of: LargeBatchDivision, m: int, n: int) -> list[LargeBatchDivision]:
-    """The divisions with the same tiles and smaller ones in the last rows, which the last rounds share evenly. None where
-    blocks of a cluster work together, or warp groups share sums."""
+    """The divisions with the same tiles and smaller ones in the last rows. Blocks then share the last rounds evenly.
+    None where blocks of a cluster work together, or warp groups share sums."""
     tile, height = Tile(*of[:3]), -(-n // of.rows)
     columns = -(-m // of.tokens)
     if of.cluster > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
@@ -309,8 +309,8 @@ def _end_clocks(plan: LargeBatchDivision, tokens: int) -> float:
 
 
 def _products(plan: LargeBatchDivision, tokens: int, unpacking: Unpacking) -> float:
-    """Clocks of a warp group for 64 rows of a chunk and so many tokens. Up to 128 tokens shared memory and the latency of unpacking bound
-    them, beyond that the tensor cores, which long unpacking slows down."""
+    """Clocks of a warp group for 64 rows of a chunk and so many tokens. Up to 128 tokens shared memory and the latency
+    of unpacking bound them, beyond that the tensor cores, which long unpacking slows down."""
     once, part = plan.rounded or unpacking.group == 0, plan.chunk / 128
     codes = unpacking.codes
     alone, slowed = UNPACKING[codes]

@@ -5,6 +5,9 @@
 #define EXPERTS 0
 #define GATED 0
 #endif
+#ifndef NEXT_SCALES
+#define NEXT_SCALES 1
+#endif
 #ifndef LAST_TOKENS
 #define LAST_TOKENS 0
 #endif
@@ -193,6 +196,14 @@ struct Ring {
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
+// Prefetches the scales of a tile's rows into the L2 cache.
+DEVICE void fetch_scales(const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) {
+    const long long row = shape.groups * (long long)SCALE_BYTES;
+    const char *from = (const char *)epilogue.scale + schedule.row * row;
+    const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
+    if (GROUP > 0 && bytes >= ahead + 16) prefetch(from + ahead, (uint32)min(bytes - ahead, 1ll * FETCHED) & ~15);
+}
+
 // Prefetches a block's first codes and its scales into the L2 cache while the previous kernel is still running. Later
 // loads see what that kernel writes: the L2 cache is coherent.
 DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape &shape, uint32 rank) {
@@ -201,19 +212,17 @@ DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape 
 #pragma unroll
     for (int i = 0; i < HELD; i += BOX_ROWS)
         if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * ROW_BYTES & ~15, schedule.row + i);
-    const long long row = shape.groups * (long long)SCALE_BYTES;
-    const char *from = (const char *)epilogue.scale + schedule.row * row;
-    const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
-    if (GROUP > 0 && bytes >= ahead + 16) prefetch(from + ahead, (uint32)min(bytes - ahead, 1ll * FETCHED) & ~15);
+    fetch_scales(epilogue, shape, schedule);
 }
 
 // x_last: x in boxes of LAST_TOKENS.
-DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, const TensorMap &x_last, const Shape &shape,
-                    uint32 rank) {
+DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, const TensorMap &x_last,
+                    const Epilogue &epilogue, const Shape &shape, uint32 rank) {
     const int share = rank % BESIDE * (TOKENS / BESIDE);
     const unsigned short all = ((1 << BESIDE) - 1) << rank / BESIDE * BESIDE;
     Ring ring;
     for (Schedule schedule(shape, rank); schedule.take();) {
+        if (NEXT_SCALES && !EXPERTS) fetch_scales(epilogue, shape, schedule);
         for (int chunk = schedule.first; chunk < schedule.last; ++chunk, ring.advance()) {
             const uint32 full = shared_address(&shared.full[ring.slot]), to = shared_address(shared.stage[ring.slot]);
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
