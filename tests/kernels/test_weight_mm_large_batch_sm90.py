@@ -256,9 +256,13 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
     (planned(208, 128, 2, 1, 2, 1, rounded=True), 208, 128, 400, 4, 128),
     (planned(176, 128, 2, 1, 2, 4, rounded=True), 180, 136, 600, 4, 128),  # both finish 16 tokens
     (planned(256, 128, 2, 1, 2, 1, rounded=True), 250, 128, 300, 4, 128),  # sums in two phases
+    (planned(80, 64, 2, 1, 2, 2), 100, 136, 700, 4, 128),  # two warp groups in turns
+    (planned(128, 64, 2, 1, 1, 2), 140, 130, 600, 8, 0),
+    (planned(112, 64, 2, 1, 4, 1, rounded=True), 100, 72, 1100, 4, 128),
     # smaller tiles in the last rows
     (mixed(80, 2, planned(112, 128, 2, 1, 1, 3, rounded=True)), 200, 520, 400, 4, 128),
     (mixed(208, 1, planned(256, 128, 2, 1, 1, 2, rounded=True)), 250, 264, 260, 4, 128),
+    (mixed(48, 1, planned(80, 128, 2, 2, 1, 2, rounded=True)), 130, 776, 400, 4, 128),
     (mixed(64, 1, planned(96, 192, 3, 1, 1, 2)), 150, 700, 500, 8, 0),
     (mixed(80, 1, planned(128, 256, 2, 1, 1, 3)), 200, 600, 270, 4, 0),
     (mixed(48, 1, planned(64, 128, 2, 1, 1, 2)), 100, 300, 400, 4, 64),

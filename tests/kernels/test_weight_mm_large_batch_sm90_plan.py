@@ -113,7 +113,8 @@ def test_plan_fits_the_gpu_and_covers_all(
         assert chosen.tokens * chosen.rows * 4 <= chosen.stages * stage
     if chosen.last_tokens:
         assert 64 <= chosen.last_tokens < chosen.tokens and chosen.last_tokens % 16 == 0
-        assert 0 < chosen.full_rows < -(-n // chosen.rows) and chosen.cluster == tile.lanes == 1
+        assert 0 < chosen.full_rows < -(-n // (chosen.rows * chosen.beside))
+        assert chosen.split == tile.lanes == 1
         return  # `test_blocks_compute_each_part_of_a_tile_once`
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):
@@ -152,6 +153,7 @@ SCHEDULED = [  # rows of the weight that clusters share, and the plan
     (1, LargeBatchDivision(256, 128, 2, 1, 1, True, 128, 3, 132, last_tokens=208)),
     (1, LargeBatchDivision(176, 192, 3, 1, 1, True, 128, 3, 132, last_tokens=64)),
     (1, LargeBatchDivision(112, 128, 2, 1, 1, True, 128, 4, 20, last_tokens=80)),
+    (256, LargeBatchDivision(256, 128, 2, 2, 1, True, 128, 3, 66, last_tokens=208)),
     (1, LargeBatchDivision(256, 128, 2, 1, 1, True, 128, 3, 132)),
     (256, LargeBatchDivision(256, 128, 2, 2, 1, True, 128, 3, 66)),  # with divided tiles
     (128, LargeBatchDivision(128, 128, 2, 1, 2, True, 128, 5, 66)),
@@ -166,7 +168,7 @@ def test_blocks_compute_each_part_of_a_tile_once(step: int, division: LargeBatch
     for _ in range(300):
         m, n = chance.randint(1, 3000), step * -(-chance.randint(130, 20000) // step)
         k = chance.randint(2, 40) * division.chunk
-        height = -(-n // division.rows)
+        height = -(-n // (division.rows * division.beside))
         rows = chance.randint(1, height - 1) if height > 1 else 1
         own = division._replace(full_rows=rows if division.last_tokens else 0)
         parts: dict[tuple[int, int], list[tuple[int, int]]] = {}

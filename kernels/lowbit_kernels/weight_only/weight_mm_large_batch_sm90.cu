@@ -23,7 +23,7 @@
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
 //   CHUNK              K of a pipeline stage: 64, 128 or 256; 256 with groups of 128 needs an even number of them in a row
 //   STAGES             pipeline stages, in a ring
-//   LAST_TOKENS        of the tiles of the last rows, where they have fewer: a multiple of 16; a cluster is one block
+//   LAST_TOKENS        of the tiles of the last rows, where they have fewer: a multiple of 16; else 0. SPLIT is 1
 //   EXPERTS, GATED     see weight_mm_experts_large_sm90.cuh; undefined without experts
 //
 // A tile computes the transpose of out. Rows of the weight are the first operand of the product, which threads unpack
@@ -104,7 +104,7 @@ DEVICE void finish(unsigned char *box, const Epilogue &epilogue, const Shape &sh
 // The same for a warp group's 64 rows, aligned and without residual. Its threads exchange the results of 16 tokens through
 // shared memory, since stores of whole lines of 128 bytes take a quarter of the time of stores of 32 bytes. It has few
 // instructions: each runs once a tile, so fetching it costs most.
-template <bool SCALED, int BOXES_OF_LINES, int COUNT>
+template <bool SCALED, int COUNT>
 DEVICE void finish_lines(unsigned char *lines, const Epilogue &epilogue, const Shape &shape, const Corner &from,
                          const Rows &rows, const float (&sums)[COUNT], int row, int token) {
     const int thread = threadIdx.x % 128, lane = thread % 32, own = thread / 8, column = row + thread % 8 * 8;
@@ -114,9 +114,8 @@ DEVICE void finish_lines(unsigned char *lines, const Epilogue &epilogue, const S
     const int first = from.token - token - own;
     const int end = column >= from.row ? shape.m - token - own : 0;
     const int barrier = 4 + threadIdx.x / 128;
-    constexpr bool WHOLE = BOXES_OF_LINES > 2;  // all results have a place of their own
 #pragma unroll
-    for (int j = 0; j < COUNT / 8; ++j, to += WHOLE ? 0 : 16ll * shape.n) {
+    for (int j = 0; j < COUNT / 8; ++j, to += 16ll * shape.n) {
         uint32 result[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -129,37 +128,26 @@ DEVICE void finish_lines(unsigned char *lines, const Epilogue &epilogue, const S
             }
             result[i] = packed<OUT>(fmaf(two.x, scale, bias), fmaf(two.y, scale, bias));
         }
-        const int at = WHOLE ? j : j % 2;
-        store_matrices_transposed(matrix + at * LINE_BYTES, result);
-        if (WHOLE) continue;
+        store_matrices_transposed(matrix + j % 2 * LINE_BYTES, result);
         named_barrier_sync(barrier, 128);  // also: all have read the other half
-        if (j * 16 >= first && j * 16 < end) *(uint4 *)to = *(const uint4 *)(mine + at * LINE_BYTES);
+        if (j * 16 >= first && j * 16 < end) *(uint4 *)to = *(const uint4 *)(mine + j % 2 * LINE_BYTES);
     }
-    if constexpr (WHOLE) {
-        named_barrier_sync(barrier, 128);
-#pragma unroll
-        for (int j = 0; j < COUNT / 8; ++j, to += 16ll * shape.n)
-            if (j * 16 >= first && j * 16 < end) *(uint4 *)to = *(const uint4 *)(mine + j * LINE_BYTES);
-    } else if (COUNT / 8 % 2) {
-        named_barrier_sync(barrier, 128);  // the next tile begins with the half that was read last
-    }
+    if (COUNT / 8 % 2) named_barrier_sync(barrier, 128);  // the next tile begins with the half that was read last
 }
 
-// Finishes the warp's rows from `row` on, and tokens from `token` on, whose sums it has. `boxes`: for each warp group,
-// 2 * LINE_BYTES; or `WHOLE` times as many for each subtile.
-template <int WHOLE = 1, int COUNT>
+// Finishes the warp's rows from `row` on, and tokens from `token` on, whose sums it has.
+template <int COUNT>
 DEVICE void finish_all(unsigned char *boxes, const Epilogue &epilogue, const Shape &shape, const Corner &from,
                        const Rows (&factors)[SUBTILES], const float (&sums)[SUBTILES][COUNT], int row, int token) {
     const bool plain = !OVERLAP && epilogue.wide && !epilogue.residual;
     const int warp = threadIdx.x / 32, above = warp % 4 * 16;
-    unsigned char *lines = boxes + warp / 4 * 2 * LINE_BYTES * WHOLE * (WHOLE > 1 ? SUBTILES : 1);
-    unsigned char *const box = lines + warp % 4 * BOX_BYTES;
+    unsigned char *lines = boxes + warp / 4 * 2 * LINE_BYTES, *box = lines + warp % 4 * BOX_BYTES;
 #pragma unroll
-    for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64, lines += WHOLE > 1 ? 2 * LINE_BYTES * WHOLE : 0) {
+    for (int subtile = 0; subtile < SUBTILES; ++subtile, row += 64) {
         const Rows &rows = factors[subtile];
         if (plain && row - above + 64 <= shape.n) {
-            if (epilogue.token_scale) finish_lines<true, 2 * WHOLE>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
-            else finish_lines<false, 2 * WHOLE>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
+            if (epilogue.token_scale) finish_lines<true>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
+            else finish_lines<false>(lines, epilogue, shape, from, rows, sums[subtile], row - above, token);
             continue;
         }
 #pragma unroll 1
@@ -250,9 +238,6 @@ struct Exchange {
     }
 };
 
-#ifndef WHOLE_LINES
-#define WHOLE_LINES 1
-#endif
 DEVICE void add(float4 &sum, const float4 &x) { sum.x += x.x, sum.y += x.y, sum.z += x.z, sum.w += x.w; }
 
 // The same for blocks whose warps have rows of their own: a block finishes some of the tokens for all rows of the tile. So
@@ -265,9 +250,6 @@ struct Shares {
     typedef float4 Part[COUNT / 4][32];  // a warp's sums in a subtile
     static constexpr int BYTES = WARPS * SUBTILES * (PARTS - 1) * sizeof(Part);
     static_assert(BYTES <= STAGES * STAGE_BYTES, "");
-    // Results of a phase have places of their own behind the sums, where these fit.
-    static constexpr int WHOLE = (PHASE / 8 + 1) / 2, LINES = GROUPS * SUBTILES * WHOLE * 2 * LINE_BYTES;
-    static constexpr bool FITS = WHOLE_LINES && BYTES + PHASES * LINES <= STAGES * STAGE_BYTES;
 
     static MEMBER int first(int part) { return min(part * SHARE, SQUARES - SHARE) * 8; }  // sum
 
@@ -323,12 +305,7 @@ struct Shares {
                 mine[0] = sum.x, mine[1] = sum.y, mine[2] = sum.z, mine[3] = sum.w;
             }
             const int token = schedule.token + (first(part) + phase * PHASE) * 2;
-            if constexpr (FITS && WHOLE > 1) {
-                unsigned char *lines = (unsigned char *)shared.stage + BYTES + phase * LINES;
-                finish_all<WHOLE>(lines, epilogue, shape, schedule.own(), rows, own[phase], row, token);
-            } else {
-                finish_all(shared.box, epilogue, shape, schedule.own(), rows, own[phase], row, token);
-            }
+            finish_all(shared.box, epilogue, shape, schedule.own(), rows, own[phase], row, token);
         }
     }
 };
@@ -419,7 +396,7 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
 
 // Grid: a multiple of CLUSTER blocks. codes [n, bytes]: tensor map in boxes of BOX_ROWS rows of PITCH bytes, swizzled
 // over PITCH bytes. x [m, k]: tensor map in boxes of TOKENS / BESIDE rows of 64 elements; x_last in boxes of LAST_TOKENS
-// rows. scale and zero [n, groups].
+// / BESIDE rows. scale and zero [n, groups].
 // bias [n], residual [m, n], token_scale [m] and global_scale [1], which divides the scales, may be null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
     weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x,
@@ -479,7 +456,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (threadIdx.x >= GROUPS * 128) {
         give_registers<GROUPS == 2 ? 40 : 32>();
         if (threadIdx.x == GROUPS * 128) {
-            produce(shared, codes, x, x_last, epilogue, shape, rank);
+            produce(shared, codes, x, x_last, shape, rank);
             let_next_start();  // not earlier, since its copies would delay these
         }
     } else {

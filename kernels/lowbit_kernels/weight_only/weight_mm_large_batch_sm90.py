@@ -39,8 +39,9 @@ LINES = 2 * 16 * 144  # the same of a warp group otherwise
 MAX_STAGES = 12
 BAND = 8  # tiles of tokens that the grid works through together
 LAST_ROUNDS = 4  # of tiles of equal size, at most, that smaller ones replace
-MIXED_WITHIN = 1.2
-"""Of the least estimate without tiles of two sizes: from this on they would not help."""
+MIXED_WITHIN, MIXED_GAIN = 1.2, 0.99
+"""Tiles of two sizes are tried where the estimate without them is within the first of the best one, and taken where
+theirs is below the second of it: they are kernels of their own, which a user waits for."""
 
 
 class LargeBatchDivision(NamedTuple):
@@ -65,7 +66,7 @@ class LargeBatchDivision(NamedTuple):
     @property
     def divides(self) -> bool:
         """See `Tile.divides`."""
-        return Tile(*self[:3]).divides(self.beside, self.split)
+        return not self.last_tokens and Tile(*self[:3]).divides(self.beside, self.split)
 
 
 class Tile(NamedTuple):
@@ -108,7 +109,10 @@ TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 2
 WIDE = tuple(
     Tile(tokens, rows, groups)
     for tokens in TOKENS
-    for rows, groups, least, most in ((128, 2, 16, 256), (192, 3, 80, 192), (256, 2, 64, 128))
+    for rows, groups, least, most in (
+        *((64, 2, 64, 128), (128, 2, 16, 256)),
+        *((192, 3, 80, 192), (256, 2, 64, 128)),
+    )
     if least <= tokens <= most
 )
 
@@ -148,15 +152,16 @@ def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> 
         if of.tokens > 64 and clocks[of] < MIXED_WITHIN * clocks[best]
         for c in mixes(of, m, n)
     ]
-    return min([best, *mixed], key=lambda c: _clocks(c, m, n, k, unpacking))
+    clocks |= {c: _clocks(c, m, n, k, unpacking) for c in mixed}
+    first = min(mixed, key=clocks.__getitem__, default=best)
+    return first if clocks[first] < MIXED_GAIN * clocks[best] else best
 
 
 def mixes(of: LargeBatchDivision, m: int, n: int) -> list[LargeBatchDivision]:
     """The divisions with the same tiles and smaller ones in the last rows. Blocks then share the last rounds evenly.
-    None where blocks of a cluster work together, or warp groups share sums."""
-    tile, height = Tile(*of[:3]), -(-n // of.rows)
-    columns = -(-m // of.tokens)
-    if of.cluster > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
+    None where blocks or warp groups share sums."""
+    tile, height, columns = Tile(*of[:3]), -(-n // (of.rows * of.beside)), -(-m // of.tokens)
+    if of.split > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
         return []
     rounds = columns * height // of.clusters
     full = {
@@ -285,13 +290,21 @@ def _mixed_clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: U
     )
     columns, last_columns = (-(-m // tokens) for tokens in sizes)
     count = plan.full_rows * columns
-    tiles = count + (-(-n // plan.rows) - plan.full_rows) * last_columns
+    height = -(-n // (plan.rows * plan.beside))
+    tiles = count + (height - plan.full_rows) * last_columns
     longest = 0.0
     for block in {i % plan.clusters for i in (0, count - 1, count, tiles - 1)}:
         own = -(-max(count - block, 0) // plan.clusters)
         others = -(-max(tiles - block, 0) // plan.clusters) - own
         longest = max(longest, own * first + others * second)
-    return 1560 + longest * DRIFT
+    return 1560 + longest * (DRIFT if plan.beside == 1 else 1.0) * _mixing(plan)
+
+
+def _mixing(plan: LargeBatchDivision) -> float:
+    """What tiles of two sizes cost beyond the estimate: an H200 was slower by so much in 240 plans."""
+    if plan.groups == 3:
+        return 1.05
+    return 1.055 if plan.chunk == STEP and plan.rounded else 1.02
 
 
 def _chunk_clocks(plan: LargeBatchDivision, tokens: int, m: int, unpacking: Unpacking) -> float:
@@ -339,7 +352,7 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
         return STEP
     if unpacking.table:
         # With few stages, beside sums and the table.
-        fills = tile.tokens == 64 and tile.lanes > 1 and bits == 4
+        fills = tile.lanes > 1 and bits == 4 and (tile.tokens == 64 or tile.tokens > 80)
         return STEP if fills or (unpacking.rounding != "never" and k % (2 * STEP)) else 2 * STEP
     if unpacking.scales_pairs and unpacking.group and unpacking.rounding != "never":
         return STEP if k % (2 * STEP) else 2 * STEP
@@ -431,7 +444,7 @@ class LargeBatchProduct(OneLaunch):
         pitch = codes.strides[0] if n > 1 else row
         self.codes_map = (1, n, row, pitch, height, _pitch(plan.chunk, operands.bits))
         self.x_map = (2, m, k, x_pitch, share, 64)
-        self.last_map = (2, m, k, x_pitch, plan.last_tokens, 64)
+        self.last_map = (2, m, k, x_pitch, plan.last_tokens // plan.beside, 64)
         wide = n % 8 == 0 and (residual is None or residual.misaligned == 0)
         self.grid, self.threads = plan.clusters * plan.cluster, 128 * (plan.groups + 1)
         self.sizes = (

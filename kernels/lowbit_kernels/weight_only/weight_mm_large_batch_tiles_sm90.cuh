@@ -5,9 +5,6 @@
 #define EXPERTS 0
 #define GATED 0
 #endif
-#ifndef NEXT_SCALES
-#define NEXT_SCALES 1
-#endif
 #ifndef LAST_TOKENS
 #define LAST_TOKENS 0
 #endif
@@ -81,12 +78,12 @@ static constexpr int BOX_PITCH = 48, LINE_PITCH = 144, BOX_BYTES = 16 * BOX_PITC
 static_assert(4 * BOX_BYTES <= 2 * LINE_BYTES, "");
 
 // Whether the tiles of an incomplete last round may be divided among the two adjacent blocks.
-static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
+static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP && !LAST_TOKENS;
 // Whether the sums that blocks share take the ring's place. Then a block has one tile, or it is the last one.
 static constexpr bool ONCE = SPLIT > 1 && LANES == 1 && TOKENS > 64;
 static constexpr int PHASES_MOST = 2;  // in which they arrive
 static constexpr bool BESIDE_RING = SOURCES > 1 && !ONCE;  // whether they have a place of their own
-static_assert(LAST_TOKENS < TOKENS && (!LAST_TOKENS || CLUSTER == 1 && LANES == 1 && !EXPERTS), "");
+static_assert(LAST_TOKENS < TOKENS && (!LAST_TOKENS || SOURCES == 1 && !OVERLAP && !EXPERTS), "");
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
@@ -196,14 +193,6 @@ struct Ring {
 
 // ---- the producer ---------------------------------------------------------------------------------------------------
 
-// Prefetches the scales of a tile's rows into the L2 cache.
-DEVICE void fetch_scales(const Epilogue &epilogue, const Shape &shape, const Schedule &schedule) {
-    const long long row = shape.groups * (long long)SCALE_BYTES;
-    const char *from = (const char *)epilogue.scale + schedule.row * row;
-    const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
-    if (GROUP > 0 && bytes >= ahead + 16) prefetch(from + ahead, (uint32)min(bytes - ahead, 1ll * FETCHED) & ~15);
-}
-
 // Prefetches a block's first codes and its scales into the L2 cache while the previous kernel is still running. Later
 // loads see what that kernel writes: the L2 cache is coherent.
 DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape &shape, uint32 rank) {
@@ -212,17 +201,19 @@ DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape 
 #pragma unroll
     for (int i = 0; i < HELD; i += BOX_ROWS)
         if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * ROW_BYTES & ~15, schedule.row + i);
-    fetch_scales(epilogue, shape, schedule);
+    const long long row = shape.groups * (long long)SCALE_BYTES;
+    const char *from = (const char *)epilogue.scale + schedule.row * row;
+    const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
+    if (GROUP > 0 && bytes >= ahead + 16) prefetch(from + ahead, (uint32)min(bytes - ahead, 1ll * FETCHED) & ~15);
 }
 
-// x_last: x in boxes of LAST_TOKENS.
-DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, const TensorMap &x_last,
-                    const Epilogue &epilogue, const Shape &shape, uint32 rank) {
-    const int share = rank % BESIDE * (TOKENS / BESIDE);
+// x_last: x in boxes of LAST_TOKENS / BESIDE.
+DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, const TensorMap &x_last, const Shape &shape,
+                    uint32 rank) {
+    const int half = rank % BESIDE * (TOKENS / BESIDE), last_half = rank % BESIDE * (LAST_TOKENS / BESIDE);
     const unsigned short all = ((1 << BESIDE) - 1) << rank / BESIDE * BESIDE;
     Ring ring;
     for (Schedule schedule(shape, rank); schedule.take();) {
-        if (NEXT_SCALES && !EXPERTS) fetch_scales(epilogue, shape, schedule);
         for (int chunk = schedule.first; chunk < schedule.last; ++chunk, ring.advance()) {
             const uint32 full = shared_address(&shared.full[ring.slot]), to = shared_address(shared.stage[ring.slot]);
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
@@ -237,10 +228,12 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
                     load_box(codes, chunk * ROW_BYTES & ~15, schedule.row_at(i), to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
+                const int share = LAST_TOKENS && schedule.is_last ? last_half : half;
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
                 const int k = chunk * CHUNK + box * 64;
                 if (LAST_TOKENS && schedule.is_last) {
-                    load_box(x_last, k, schedule.token, there, full);
+                    if constexpr (BESIDE == 1) load_box(x_last, k, schedule.token, there, full);
+                    else load_box(x_last, k, schedule.token + share, there, full, all);
                 } else if (BESIDE == 1 || schedule.divided) {
                     const uint32 begin = there - share * 128;
                     for (int i = 0; i < TOKENS; i += TOKENS / BESIDE)
