@@ -35,7 +35,7 @@
 // take turns at chunks of the same rows, and blocks of a cluster may split a tile's K. At the end of a tile they
 // exchange their sums through shared memory, and each block adds and finishes an equal share. Large products whose
 // tiles don't divide evenly among clusters end with tiles that two blocks share, where otherwise each block has its
-// own.
+// own, or the last rows of the weight have smaller tiles (LAST_TOKENS).
 
 // ---- results --------------------------------------------------------------------------------------------------------
 

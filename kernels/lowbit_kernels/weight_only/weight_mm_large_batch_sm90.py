@@ -40,8 +40,8 @@ MAX_STAGES = 12
 BAND = 8  # tiles of tokens that the grid works through together
 LAST_ROUNDS = 4  # of tiles of equal size, at most, that smaller ones replace
 MIXED_WITHIN, MIXED_GAIN = 1.2, 0.99
-"""Tiles of two sizes are tried where the estimate without them is within the first of the best one, and taken where
-theirs is below the second of it: they are kernels of their own, which a user waits for."""
+"""Tiles of two sizes are tried where the estimate for tiles of one size is below MIXED_WITHIN times the best one. They
+are taken where their estimate is below MIXED_GAIN times it, since a kernel of two sizes takes longer to compile."""
 
 
 class LargeBatchDivision(NamedTuple):
@@ -447,12 +447,12 @@ class LargeBatchProduct(OneLaunch):
         self.last_map = (2, m, k, x_pitch, plan.last_tokens // plan.beside, 64)
         wide = n % 8 == 0 and (residual is None or residual.misaligned == 0)
         self.grid, self.threads = plan.clusters * plan.cluster, 128 * (plan.groups + 1)
-        self.sizes = (
+        last = (plan.full_rows, -(-m // plan.last_tokens)) if plan.last_tokens else ()
+        self.sizes: tuple[int, ...] = (
             *(m, n, -(-k // plan.chunk), operands.groups),
             *(-(-n // (plan.rows * plan.beside)), -(-m // plan.tokens), BAND, int(wide)),
+            *last,
         )
-        if plan.last_tokens:
-            self.sizes += plan.full_rows, -(-m // plan.last_tokens)
         own = unpacking_of(operands)
         assert own is not None
         self.macros = (x.dtype, operands.out, own, plan[:8], plan.last_tokens)
