@@ -140,11 +140,17 @@ def test_plan_of_the_shapes_that_matter() -> None:
         assert large[:5] == (m, 224, 4, 2, 1) and large.clusters == 64
 
 
-@pytest.mark.parametrize("unpacking", [INT4, Unpacking("INT8", 8, 0), NF4], ids=str)
-def test_shapes_that_divide_badly_take_tiles_of_two_sizes(unpacking: Unpacking) -> None:
+@pytest.mark.parametrize(
+    ("m", "unpacking", "last_tokens", "full_rows"),
+    [(1024, INT4, 208, 33), (1024, Unpacking("INT8", 8, 0), 208, 33), (768, NF4, 160, 88)],
+    ids=["int4", "int8", "nf4"],
+)
+def test_shapes_that_divide_badly_take_tiles_of_two_sizes(
+    m: int, unpacking: Unpacking, last_tokens: int, full_rows: int
+) -> None:
     """1,024 tokens of 14336 x 4096 are 3.4 rounds of tiles of 256 x 128: one round of them, and three of 208 x 128."""
-    chosen = plan(1024, 14336, 4096, unpacking, 132)
-    assert (*chosen[:3], *chosen[-2:]) == (256, 128, 2, 208, 33)
+    chosen = plan(m, 14336, 4096, unpacking, 132)
+    assert (*chosen[:3], *chosen[-2:]) == (256, 128, 2, last_tokens, full_rows)
     once = plan(1024, 4096, 4096, unpacking, 132)  # 128 tiles: no round is left
     assert not once.last_tokens
 

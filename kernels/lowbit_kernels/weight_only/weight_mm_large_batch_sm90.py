@@ -109,10 +109,7 @@ TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 2
 WIDE = tuple(
     Tile(tokens, rows, groups)
     for tokens in TOKENS
-    for rows, groups, least, most in (
-        *((64, 2, 64, 128), (128, 2, 16, 256)),
-        *((192, 3, 80, 192), (256, 2, 64, 128)),
-    )
+    for rows, groups, least, most in ((128, 2, 16, 256), (192, 3, 80, 192), (256, 2, 64, 128))
     if least <= tokens <= most
 )
 
@@ -161,7 +158,7 @@ def mixes(of: LargeBatchDivision, m: int, n: int) -> list[LargeBatchDivision]:
     """The divisions with the same tiles and smaller ones in the last rows. Blocks then share the last rounds evenly.
     None where blocks or warp groups share sums."""
     tile, height, columns = Tile(*of[:3]), -(-n // (of.rows * of.beside)), -(-m // of.tokens)
-    if of.split > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
+    if of.cluster > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
         return []
     rounds = columns * height // of.clusters
     full = {
