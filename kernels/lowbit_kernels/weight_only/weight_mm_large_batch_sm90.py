@@ -109,7 +109,10 @@ TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 2
 WIDE = tuple(
     Tile(tokens, rows, groups)
     for tokens in TOKENS
-    for rows, groups, least, most in ((128, 2, 16, 256), (192, 3, 80, 192), (256, 2, 64, 128))
+    for rows, groups, least, most in (
+        *((64, 2, 64, 128), (128, 2, 16, 256)),
+        *((192, 3, 80, 192), (256, 2, 64, 128)),
+    )
     if least <= tokens <= most
 )
 
@@ -158,7 +161,7 @@ def mixes(of: LargeBatchDivision, m: int, n: int) -> list[LargeBatchDivision]:
     """The divisions with the same tiles and smaller ones in the last rows. Blocks then share the last rounds evenly.
     None where blocks or warp groups share sums."""
     tile, height, columns = Tile(*of[:3]), -(-n // (of.rows * of.beside)), -(-m // of.tokens)
-    if of.cluster > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
+    if of.split > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
         return []
     rounds = columns * height // of.clusters
     full = {
@@ -207,6 +210,7 @@ def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
         if tile.tokens < 2 * max(m, 16)
         for rounded in ways
         if _holds(tile, unpacking, group > 0 and not rounded)
+        if _has_enough_stages(tile, unpacking)
         if not rounded or unpacking.scales_pairs or _rounds_integers(tile, unpacking)
     ]
 
@@ -216,6 +220,18 @@ def _rounds_integers(tile: Tile, unpacking: Unpacking) -> bool:
     if unpacking.rounding == "free":
         return True
     return tile.tokens > 64 and (unpacking.group % 128 == 0 or unpacking.codes == "INT4")
+
+
+def _has_enough_stages(tile: Tile, unpacking: Unpacking) -> bool:
+    """False where 64 rows by two warp groups were slower than other tiles, with two stages a warp group."""
+    if (
+        tile.rows > 64
+        or tile.groups > 2
+        or tile.tokens <= 64
+        or unpacking.codes in ("INT4", "STREAM")
+    ):
+        return True
+    return unpacking.codes == "LOOKUP" and tile.tokens <= 112
 
 
 def _holds(tile: Tile, unpacking: Unpacking, twice: bool) -> bool:
@@ -349,7 +365,7 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
         return STEP
     if unpacking.table:
         # With few stages, beside sums and the table.
-        fills = tile.lanes > 1 and bits == 4 and (tile.tokens == 64 or tile.tokens > 80)
+        fills = tile.tokens >= 64 and tile.lanes > 1 and bits == 4
         return STEP if fills or (unpacking.rounding != "never" and k % (2 * STEP)) else 2 * STEP
     if unpacking.scales_pairs and unpacking.group and unpacking.rounding != "never":
         return STEP if k % (2 * STEP) else 2 * STEP
