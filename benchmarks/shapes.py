@@ -172,7 +172,8 @@ def compile_kernels(shapes: list[Drawn]) -> None:
         if one.m <= MAX_TOKENS or own is None:
             continue
         chosen = large_batch.plan(one.m, one.n, one.k, own, nvrtc.multiprocessors(CUDA))
-        sources.add(large_batch.source(torch.bfloat16, torch.bfloat16, own, chosen[:8]))
+        shape = chosen[:8], chosen.last_tokens
+        sources.add(large_batch.source(torch.bfloat16, torch.bfloat16, own, *shape))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: nvrtc.compiled(source, "sm_90a"), sorted(sources)))
 

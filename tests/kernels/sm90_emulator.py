@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from lowbit_kernels.runtime import launch_plan
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90
+from lowbit_kernels.weight_only.weight_lookup_sm90 import Unpacking
+from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import LargeBatchDivision
 from tests.kernels.compiled_on_cpu import library
 
 HEADER = Path(__file__).with_name("sm90_on_cpu.h")
@@ -24,14 +28,40 @@ static TensorMap described(const uint64 *a) {
 FOOTER = """
 extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
-        weight_mm(described(codes), described(x), (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
+        weight_mm(described(codes), described(x),
+#if LAST_TOKENS
+                  described(x + 7),
+#endif
+                  (const void *)a[0], (const signed char *)a[1], (const void *)a[2],
                   (const void *)a[3], (const float *)a[4], (const float *)a[5], (unsigned short *)a[6], a[7], a[8],
                   a[9], a[10], a[11], a[12], a[13], a[14]
-#if EXPERTS
+#if LAST_TOKENS
+                  , a[15], a[16]
+#elif EXPERTS
                   , (const int *)a[15], (const int *)a[16]
 #endif
         );
     });
+}
+"""
+
+
+SCHEDULE = """
+// Writes the row, token, tokens, first chunk and end of each block's tiles, and the row and token from which it stores.
+extern "C" int scheduled(int grid, const int *s, int (*tiles)[7]) {
+    const Shape shape = {s[0], s[1], s[2], 1, s[3], s[4], s[5], s[6], s[7]};
+    int count = 0;
+    gridDim.x = grid;
+    for (int block = 0; block < grid; ++block) {
+        blockIdx.x = block;
+        for (Schedule schedule(shape, block % CLUSTER); schedule.take(); ++count) {
+            const Corner own = schedule.own();
+            const int tile[7] = {schedule.row, schedule.token, schedule.tokens(), schedule.first, schedule.last,
+                                 own.row, own.token};
+            for (int i = 0; i < 7; ++i) tiles[count][i] = tile[i];
+        }
+    }
+    return count;
 }
 """
 
@@ -60,8 +90,8 @@ def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
     return kernel_of(weight_mm_large_batch_sm90.source(dtype, *macros[:-1]), dtype)  # type: ignore[arg-type]
 
 
-def kernel_of(code: str, dtype: torch.dtype, more: str = "") -> Callable[..., None]:
-    """The product of a source of the large-batch kernel. more: the text that comes behind it."""
+def _library(code: str, dtype: torch.dtype, more: str) -> ctypes.CDLL:
+    """A source of the large-batch kernel, compiled for the CPU. more: the text that comes behind it."""
     folder = Path(weight_mm_large_batch_sm90.__file__).parents[1]
     ptx, lookup, tiles, products, kernel = (
         (folder / f).read_text()
@@ -94,13 +124,46 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
             FOOTER,
         ]
     )
-    product_of = library(source).emulated_product
+    return library(source)
+
+
+def kernel_of(code: str, dtype: torch.dtype, more: str = "") -> Callable[..., None]:
+    """The product of a source of the large-batch kernel. more: the text that comes behind it."""
+    product_of = _library(code, dtype, more).emulated_product
 
     def product(stream: int, grid: int, threads: int, *arguments: tuple[int, ...]) -> None:
-        codes, x, *rest = arguments
-        product_of(grid, _words(codes), _words(x), _words(tuple(rest)))  # type: ignore[arg-type]
+        maps = [one for one in arguments if isinstance(one, tuple)]
+        x = tuple(itertools.chain(*maps[1:]))  # in boxes of one or two sizes
+        product_of(grid, _words(maps[0]), _words(x), _words(arguments[len(maps) :]))  # type: ignore[arg-type]
 
     return product
+
+
+def schedule_of(
+    compiled: LargeBatchDivision,
+) -> Callable[[LargeBatchDivision, int, int, int], Tensor]:
+    """For a division with the same tiles, and M, N and K: int32 [tiles, 7], what blocks do; see `SCHEDULE`."""
+    own = Unpacking("INT4", 4, 128, rounding="large")
+    code = weight_mm_large_batch_sm90.source(
+        torch.float16, torch.float16, own, compiled[:8], compiled.last_tokens
+    )
+    scheduled = _library(code, torch.float16, SCHEDULE).scheduled
+
+    def tiles(division: LargeBatchDivision, m: int, n: int, k: int) -> Tensor:
+        rows, columns = -(-n // (division.rows * division.beside)), -(-m // division.tokens)
+        last_columns = -(-m // division.last_tokens) if division.last_tokens else 0
+        sizes = (m, n, -(-k // division.chunk), rows, columns, weight_mm_large_batch_sm90.BAND)
+        sizes = (*sizes, division.full_rows, last_columns)
+        most = 2 * division.cluster * rows * max(columns, last_columns)
+        found = torch.empty(most, 7, dtype=torch.int32)
+        count = scheduled(
+            division.clusters * division.cluster,
+            (ctypes.c_int * len(sizes))(*sizes),
+            ctypes.c_void_p(found.data_ptr()),
+        )
+        return found[:count]
+
+    return tiles
 
 
 @contextlib.contextmanager

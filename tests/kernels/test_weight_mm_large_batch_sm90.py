@@ -198,6 +198,10 @@ def planned(
     return LargeBatchDivision(tokens, rows, groups, beside, split, rounded, 128, depth, clusters)
 
 
+def mixed(tokens: int, full_rows: int, of: LargeBatchDivision) -> LargeBatchDivision:
+    return of._replace(last_tokens=tokens, full_rows=full_rows)
+
+
 EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more chunks than stages, ragged shapes
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
@@ -252,6 +256,16 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
     (planned(208, 128, 2, 1, 2, 1, rounded=True), 208, 128, 400, 4, 128),
     (planned(176, 128, 2, 1, 2, 4, rounded=True), 180, 136, 600, 4, 128),  # both finish 16 tokens
     (planned(256, 128, 2, 1, 2, 1, rounded=True), 250, 128, 300, 4, 128),  # sums in two phases
+    (planned(80, 64, 2, 1, 2, 2), 100, 136, 700, 4, 128),  # two warp groups in turns
+    (planned(128, 64, 2, 1, 1, 2), 140, 130, 600, 8, 0),
+    (planned(112, 64, 2, 1, 4, 1, rounded=True), 100, 72, 1100, 4, 128),
+    # smaller tiles in the last rows
+    (mixed(80, 2, planned(112, 128, 2, 1, 1, 3, rounded=True)), 200, 520, 400, 4, 128),
+    (mixed(208, 1, planned(256, 128, 2, 1, 1, 2, rounded=True)), 250, 264, 260, 4, 128),
+    (mixed(48, 1, planned(80, 128, 2, 2, 1, 2, rounded=True)), 130, 776, 400, 4, 128),
+    (mixed(64, 1, planned(96, 192, 3, 1, 1, 2)), 150, 700, 500, 8, 0),
+    (mixed(80, 1, planned(128, 256, 2, 1, 1, 3)), 200, 600, 270, 4, 0),
+    (mixed(48, 1, planned(64, 128, 2, 1, 1, 2)), 100, 300, 400, 4, 64),
 ]
 
 
@@ -286,6 +300,22 @@ def test_emulated(
         operands.more().check(chosen, 1.3 if chosen.rounded else 1.0)
 
 
+def keeps_the_bits(operands: Operands, last_tokens: int, of: LargeBatchDivision) -> None:
+    """Tiles of two sizes give the results of equal tiles, also beside a token that is NaN."""
+    operands.x[3] = float("nan")
+    out, equal = (operands.product(one) for one in (mixed(last_tokens, 1, of), of))
+    torch.testing.assert_close(out, equal, rtol=0, atol=0, equal_nan=True)
+    assert out[3].isnan().all() and out.isnan().sum() == out.shape[1]
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("beside", [1, 2])
+def test_smaller_tiles_in_the_last_rows_keep_the_bits(beside: int) -> None:
+    with sm90_emulator.emulated():
+        operands = Operands(90, 776 if beside == 2 else 260, 300, 4, 128, device="cpu")
+        keeps_the_bits(operands, 48, planned(80, 128, 2, beside, 1, 2, rounded=True))
+
+
 LATE = [  # rings that warp groups share, with more chunks than slots, in even and odd numbers
     (
         weight_mm_large_batch_sm90.plan(16, 28672, 8192, integers(8, 0), 132)._replace(clusters=1),
@@ -305,6 +335,7 @@ LATE = [  # rings that warp groups share, with more chunks than slots, in even a
     ),
     (planned(16, 224, 4, 2, 1, 1), 900, 640, 4, 128),
     (planned(32, 128, 2, 2, 1, 2), 620, 900, 4, 128),
+    (planned(80, 64, 2, 1, 2, 1), 130, 1400, 4, 64),
     *(
         pytest.param(*case, marks=pytest.mark.exhaustive)
         for case in (
@@ -422,6 +453,17 @@ def test_every_division(group: int, chosen: LargeBatchDivision) -> None:
     operands = Operands(300, 520, 2048, 4, group, zero=True).more()
     operands.check(chosen)
     assert torch.equal(operands.product(chosen), operands.product(chosen))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("beside", [1, 2])
+@pytest.mark.parametrize("last_tokens", [64, 112, 208])
+def test_smaller_tiles_keep_the_bits(last_tokens: int, beside: int, bits: int) -> None:
+    of = planned_deep(256, 128, 2, beside, 1, 5, rounded=True)
+    if bits == 8:
+        of = of._replace(chunk=64, stages=5)
+    keeps_the_bits(Operands(700, 1032, 2048, bits, 128), last_tokens, of)
 
 
 @pytest.mark.gpu

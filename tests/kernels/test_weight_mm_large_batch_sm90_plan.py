@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +20,11 @@ from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     plan,
     stages,
 )
+from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.sm90_emulator import schedule_of
+
+INT4 = Unpacking("INT4", 4, 128, rounding="large")
+NF4 = Unpacking("LOOKUP", 4, 64, scale="FP32", rounding="large", table=tuple(range(16)))
 
 
 def work(plan: LargeBatchDivision, m: int, n: int, k: int) -> list[tuple[int, int, int, int]]:
@@ -104,6 +111,11 @@ def test_plan_fits_the_gpu_and_covers_all(
         assert chosen.clusters == tile.clusters(m, n, chosen.beside)
     if tile.is_once(chosen.split) or chosen.divides:
         assert chosen.tokens * chosen.rows * 4 <= chosen.stages * stage
+    if chosen.last_tokens:
+        assert 64 <= chosen.last_tokens < chosen.tokens and chosen.last_tokens % 16 == 0
+        assert 0 < chosen.full_rows < -(-n // (chosen.rows * chosen.beside))
+        assert chosen.split == tile.lanes == 1
+        return  # `test_blocks_compute_each_part_of_a_tile_once`
     parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for row, token, first, last in work(chosen, m, n, k):
         assert first < last or k <= chosen.chunk, "no block is idle"
@@ -126,3 +138,54 @@ def test_plan_of_the_shapes_that_matter() -> None:
         assert small[:5] == (m, 64, 4, 1, 2) and small.clusters == 64
         large = plan(m, 28672, 8192, exact, 132)
         assert large[:5] == (m, 224, 4, 2, 1) and large.clusters == 64
+
+
+@pytest.mark.parametrize(
+    ("m", "unpacking", "last_tokens", "full_rows"),
+    [(1024, INT4, 208, 33), (1024, Unpacking("INT8", 8, 0), 208, 33), (768, NF4, 160, 88)],
+    ids=["int4", "int8", "nf4"],
+)
+def test_shapes_that_divide_badly_take_tiles_of_two_sizes(
+    m: int, unpacking: Unpacking, last_tokens: int, full_rows: int
+) -> None:
+    """1,024 tokens of 14336 x 4096 are 3.4 rounds of tiles of 256 x 128: one round of them, and three of 208 x 128."""
+    chosen = plan(m, 14336, 4096, unpacking, 132)
+    assert (*chosen[:3], *chosen[-2:]) == (256, 128, 2, last_tokens, full_rows)
+    once = plan(1024, 4096, 4096, unpacking, 132)  # 128 tiles: no round is left
+    assert not once.last_tokens
+
+
+SCHEDULED = [  # rows of the weight that clusters share, and the plan
+    (1, LargeBatchDivision(256, 128, 2, 1, 1, True, 128, 3, 132, last_tokens=208)),
+    (1, LargeBatchDivision(176, 192, 3, 1, 1, True, 128, 3, 132, last_tokens=64)),
+    (1, LargeBatchDivision(112, 128, 2, 1, 1, True, 128, 4, 20, last_tokens=80)),
+    (256, LargeBatchDivision(256, 128, 2, 2, 1, True, 128, 3, 66, last_tokens=208)),
+    (1, LargeBatchDivision(256, 128, 2, 1, 1, True, 128, 3, 132)),
+    (256, LargeBatchDivision(256, 128, 2, 2, 1, True, 128, 3, 66)),  # with divided tiles
+    (128, LargeBatchDivision(128, 128, 2, 1, 2, True, 128, 5, 66)),
+]
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize(("step", "division"), SCHEDULED, ids=str)
+def test_blocks_compute_each_part_of_a_tile_once(step: int, division: LargeBatchDivision) -> None:
+    """By the kernel's own `Schedule`, at hundreds of shapes. step: N is a multiple of it."""
+    tiles_of, chance = schedule_of(division), random.Random(0)
+    for _ in range(300):
+        m, n = chance.randint(1, 3000), step * -(-chance.randint(130, 20000) // step)
+        k = chance.randint(2, 40) * division.chunk
+        height = -(-n // (division.rows * division.beside))
+        rows = chance.randint(1, height - 1) if height > 1 else 1
+        own = division._replace(full_rows=rows if division.last_tokens else 0)
+        parts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        area: dict[tuple[int, int], int] = {}
+        for row, token, tokens, first, end, *corner in tiles_of(own, m, n, k).tolist():
+            across = min(row + division.rows, n) - corner[0]
+            area[*corner] = across * (min(token + tokens, m) - corner[1])
+            parts.setdefault((corner[0], corner[1]), []).append((first, end))
+        assert sum(area.values()) == m * n and min(area.values()) > 0
+        for shares in map(sorted, parts.values()):
+            assert [0, *(end for _, end in shares)] == [
+                *(first for first, _ in shares),
+                k // division.chunk,
+            ]

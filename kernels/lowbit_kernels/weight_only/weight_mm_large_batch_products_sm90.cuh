@@ -152,10 +152,11 @@ DEVICE void release(uint32 empty, uint32 rank, bool divided) {
 }
 
 // Adds the scaled sums of a group to the totals.
-DEVICE void flush(float (&totals)[SUMS], float (&sums)[SUMS], const float (&scale)[2]) {
+template <int COUNT>
+DEVICE void flush(float (&totals)[COUNT], float (&sums)[COUNT], const float (&scale)[2]) {
     keep(sums);
 #pragma unroll
-    for (int i = 0; i < SUMS; ++i) totals[i] = fmaf(sums[i], scale[i / 2 % 2], totals[i]);
+    for (int i = 0; i < COUNT; ++i) totals[i] = fmaf(sums[i], scale[i / 2 % 2], totals[i]);
 }
 
 // A thread's share of the products: the sums of rows lane / 4 and lane / 4 + 8 of its warp's 16, in each subtile.
@@ -225,13 +226,14 @@ struct Consumer {
     }
 
     // Multiplies the largest scales of rows into their sums.
-    MEMBER void multiply_tops(float (&sums)[SUBTILES][SUMS]) const {
+    template <int COUNT>
+    MEMBER void multiply_tops(float (&sums)[SUBTILES][COUNT]) const {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2; ++i) {
             const uint32 top = MOST_TOP - (origin[i / 2][i % 2] >> 23);
             const float power = bits_float(max(top << 23, 0x400000u));  // 2**-127 is a subnormal number
 #pragma unroll
-            for (int j = 0; j < SUMS; ++j)
+            for (int j = 0; j < COUNT; ++j)
                 if (j / 2 % 2 == i % 2) sums[i / 2][j] = multiply_exactly(sums[i / 2][j], power);
         }
     }
@@ -282,7 +284,8 @@ struct Consumer {
     // Adds the products of chunks first..last - 1 to `sums`, or to `totals` where groups have separate sums; both begin
     // as 0. A piece has two or four products. While the tensor cores work on a piece, the next is unpacked in other
     // registers.
-    MEMBER void sum(float (&sums)[SUBTILES][SUMS], float (&totals)[SUBTILES][SUMS], int row, int first, int last,
+    template <int COUNT>
+    MEMBER void sum(float (&sums)[SUBTILES][COUNT], float (&totals)[SUBTILES][COUNT], int row, int first, int last,
                     bool divided, int above) {
         const int lane = threadIdx.x % 32, line = threadIdx.x / 32 * (16 / SPREAD) % (64 / SPREAD) + lane / 4;
         // of the row, where the TMA swizzles
@@ -361,7 +364,8 @@ struct Consumer {
     }
 
     // Makes all sums of a row NaN if one of its codes or scales is NaN.
-    MEMBER void spread_nan(float (&sums)[SUBTILES][SUMS]) const {
+    template <int COUNT>
+    MEMBER void spread_nan(float (&sums)[SUBTILES][COUNT]) const {
 #pragma unroll
         for (int i = 0; i < SUBTILES * 2; ++i) {
             uint32 found = seen[i / 2][i % 2];
@@ -371,13 +375,14 @@ struct Consumer {
                 found |= __shfl_xor_sync(0xffffffff, found, 2);
             }
 #pragma unroll
-            for (int j = 0; j < SUMS; ++j)
+            for (int j = 0; j < COUNT; ++j)
                 if (j / 2 % 2 == i % 2) sums[i / 2][j] = found ? bits_float(0x7fc00000) : sums[i / 2][j];
         }
     }
 
     // Adds the scaled sums of the previous group to the totals, and keeps this part's scales for the next call.
-    MEMBER void flush_all(float (&totals)[SUBTILES][SUMS], float (&sums)[SUBTILES][SUMS], float (&scale)[SUBTILES][2],
+    template <int COUNT>
+    MEMBER void flush_all(float (&totals)[SUBTILES][COUNT], float (&sums)[SUBTILES][COUNT], float (&scale)[SUBTILES][2],
                           int part) {
 #pragma unroll
         for (int i = 0; i < SUBTILES; ++i) {

@@ -23,6 +23,7 @@
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
 //   CHUNK              K of a pipeline stage: 64, 128 or 256; 256 with groups of 128 needs an even number of them in a row
 //   STAGES             pipeline stages, in a ring
+//   LAST_TOKENS        of the tiles of the last rows, where they have fewer: a multiple of 16; else 0. SPLIT is 1
 //   EXPERTS, GATED     see weight_mm_experts_large_sm90.cuh; undefined without experts
 //
 // A tile computes the transpose of out. Rows of the weight are the first operand of the product, which threads unpack
@@ -34,7 +35,7 @@
 // take turns at chunks of the same rows, and blocks of a cluster may split a tile's K. At the end of a tile they
 // exchange their sums through shared memory, and each block adds and finishes an equal share. Large products whose
 // tiles don't divide evenly among clusters end with tiles that two blocks share, where otherwise each block has its
-// own.
+// own, or the last rows of the weight have smaller tiles (LAST_TOKENS).
 
 // ---- results --------------------------------------------------------------------------------------------------------
 
@@ -342,6 +343,34 @@ DEVICE void finish_pairs(unsigned char *box, const Epilogue &epilogue, const Sha
                          const float (&sums)[SUMS], int row);
 #endif
 
+// Computes a tile of COUNT * 2 tokens.
+template <int COUNT>
+DEVICE void multiply_tile(Shared &shared, Consumer &consumer, const Epilogue &epilogue, const Shape &shape,
+                          const Schedule &schedule, uint32 rank, int below, uint32 parity) {
+    float sums[SUBTILES][COUNT] = {}, totals[SUBTILES][COUNT] = {};
+    const int row = schedule.row + below;
+    consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided, schedule.above);
+    float(&result)[SUBTILES][COUNT] = FLUSH ? totals : sums;
+    if constexpr (COUNT == SUMS && BESIDE_RING) {
+        const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
+        exchange.finish(result, epilogue, shape, schedule, parity, parity ^ 1);
+        return;
+    }
+    if constexpr (COUNT == SUMS && (ONCE || TAIL)) {
+        if (ONCE || schedule.divided) {
+            Shares<ONCE ? SPLIT : BESIDE, ONCE ? BESIDE : 1>::finish(shared, result, epilogue, shape, schedule, rank, row);
+            return;
+        }
+    }
+    if constexpr (OVERLAP) {
+        if (shares(rank) && !merge(shared, result[0], rank, parity)) return;
+    }
+    Rows rows[SUBTILES];
+#pragma unroll
+    for (int i = 0; i < SUBTILES; ++i) rows[i] = Rows(epilogue, shape, row + i * 64);
+    finish_all(shared.box, epilogue, shape, schedule.own(), rows, result, row, schedule.token);
+}
+
 DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char *zero, const Shape &shape,
                     uint32 rank) {
     const int warp = threadIdx.x / 32, below = (warp % (WARPS / LANES) / 4 * 64 * SUBTILES + warp % 4 * 16) / SPREAD;
@@ -349,40 +378,38 @@ DEVICE void consume(Shared &shared, const Epilogue &epilogue, const signed char 
     if (ORDERED && threadIdx.x >= 128) named_barrier_arrive(2, WARPS * 32);  // the first group begins
     uint32 parity = 0;
     for (Schedule schedule(shape, rank); schedule.take(); parity ^= 1) {
-        float sums[SUBTILES][SUMS] = {}, totals[SUBTILES][SUMS] = {};
-        const int row = schedule.row + below;
-        consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided,
-                     schedule.above);
 #if EXPERTS
+        float sums[SUBTILES][SUMS] = {}, totals[SUBTILES][SUMS] = {};
+        const int row = schedule.row + below + threadIdx.x % 32 / 4;
+        consumer.sum(sums, totals, row, schedule.first, schedule.last, schedule.divided, schedule.above);
 #pragma unroll
         for (int i = 0; i < SUBTILES; ++i)
             finish_pairs(shared.box + warp * BOX_BYTES, epilogue, shape, schedule, FLUSH ? totals[i] : sums[i],
                          schedule.row + below + i * (64 / SPREAD));
-        continue;
+#else
+        if (LAST_TOKENS && schedule.is_last)
+            multiply_tile<LAST_TOKENS ? LAST_TOKENS / 2 : SUMS>(shared, consumer, epilogue, shape, schedule, rank, below, parity);
+        else multiply_tile<SUMS>(shared, consumer, epilogue, shape, schedule, rank, below, parity);
 #endif
-        float(&result)[SUBTILES][SUMS] = FLUSH ? totals : sums;
-        if constexpr (BESIDE_RING) {
-            const Exchange<SPLIT, BESIDE> exchange(shared, shared.part, rank);
-            exchange.finish(result, epilogue, shape, schedule, parity, parity ^ 1);
-        } else if (ONCE || (TAIL && schedule.divided)) {
-            Shares<ONCE ? SPLIT : BESIDE, ONCE ? BESIDE : 1>::finish(shared, result, epilogue, shape, schedule, rank, row);
-        } else if (!shares(rank) || merge(shared, result[0], rank, parity)) {
-            Rows rows[SUBTILES];
-#pragma unroll
-            for (int i = 0; i < SUBTILES; ++i) rows[i] = Rows(epilogue, shape, row + i * 64);
-            finish_all(shared.box, epilogue, shape, schedule.own(), rows, result, row, schedule.token);
-        }
     }
 }
 
 // Grid: a multiple of CLUSTER blocks. codes [n, bytes]: tensor map in boxes of BOX_ROWS rows of PITCH bytes, swizzled
-// over PITCH bytes. x [m, k]: tensor map in boxes of TOKENS / BESIDE rows of 64 elements. scale and zero [n, groups].
+// over PITCH bytes. x [m, k]: tensor map in boxes of TOKENS / BESIDE rows of 64 elements; x_last in boxes of LAST_TOKENS
+// / BESIDE rows. scale and zero [n, groups].
 // bias [n], residual [m, n], token_scale [m] and global_scale [1], which divides the scales, may be null.
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
-    weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x, const void *scale,
+    weight_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x,
+#if LAST_TOKENS
+              const __grid_constant__ TensorMap x_last,
+#endif
+              const void *scale,
               const signed char *zero, const void *bias, const void *residual, const float *token_scale,
               const float *global_scale, unsigned short *out, int m, int n, int chunks, int groups, int rows,
               int columns, int band, int wide
+#if LAST_TOKENS
+              , int full, int last_columns
+#endif
 #if EXPERTS
               , const int *order, const int *ends
 #endif
@@ -391,6 +418,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     Shared &shared = *(Shared *)memory;
     Shape shape = {m, n, chunks, groups, rows, columns, band};
     Epilogue epilogue = {scale, bias, residual, token_scale, global_scale, out, wide};
+#if LAST_TOKENS
+    shape.full = full, shape.last_columns = last_columns;
+#else
+    const TensorMap &x_last = x;
+#endif
 #if EXPERTS
     shape.ends = ends, shape.tiles = (const int *)(memory + TILES_AT), epilogue.order = order;
 #endif
@@ -405,6 +437,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         barrier_init(shared_address(&shared.sums_read), OVERLAP ? 2 : WARPS * (TAIL ? BESIDE : SPLIT));
         barrier_init_fence();
         prefetch(codes), prefetch(x);
+        if constexpr (LAST_TOKENS > 0) prefetch(x_last);
     }
     if (!EXPERTS && threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
     if constexpr (CODES == LOOKUP) {
@@ -423,7 +456,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     if (threadIdx.x >= GROUPS * 128) {
         give_registers<GROUPS == 2 ? 40 : 32>();
         if (threadIdx.x == GROUPS * 128) {
-            produce(shared, codes, x, shape, rank);
+            produce(shared, codes, x, x_last, shape, rank);
             let_next_start();  // not earlier, since its copies would delay these
         }
     } else {

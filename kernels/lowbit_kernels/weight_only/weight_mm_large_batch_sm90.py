@@ -38,6 +38,10 @@ BOX = 16 * 48  # bytes of shared memory for results, if blocks or warp groups sh
 LINES = 2 * 16 * 144  # the same of a warp group otherwise
 MAX_STAGES = 12
 BAND = 8  # tiles of tokens that the grid works through together
+LAST_ROUNDS = 4  # of tiles of equal size, at most, that smaller ones replace
+MIXED_WITHIN, MIXED_GAIN = 1.2, 0.99
+"""Tiles of two sizes are tried where the estimate for tiles of one size is below MIXED_WITHIN times the best one. They
+are taken where their estimate is below MIXED_GAIN times it, since a kernel of two sizes takes longer to compile."""
 
 
 class LargeBatchDivision(NamedTuple):
@@ -52,6 +56,8 @@ class LargeBatchDivision(NamedTuple):
     chunk: int  # of K, in a pipeline stage
     stages: int
     clusters: int
+    last_tokens: int = 0  # of a tile in the last rows; 0: as of the others
+    full_rows: int = 0  # rows of tiles before the last ones
 
     @property
     def cluster(self) -> int:
@@ -60,7 +66,7 @@ class LargeBatchDivision(NamedTuple):
     @property
     def divides(self) -> bool:
         """See `Tile.divides`."""
-        return Tile(*self[:3]).divides(self.beside, self.split)
+        return not self.last_tokens and Tile(*self[:3]).divides(self.beside, self.split)
 
 
 class Tile(NamedTuple):
@@ -103,7 +109,10 @@ TOKENS = (16, 32, 48, 64, 80, 96, 112, 128, 144, 160, 176, 192, 208, 224, 240, 2
 WIDE = tuple(
     Tile(tokens, rows, groups)
     for tokens in TOKENS
-    for rows, groups, least, most in ((128, 2, 16, 256), (192, 3, 80, 192), (256, 2, 64, 128))
+    for rows, groups, least, most in (
+        *((64, 2, 64, 128), (128, 2, 16, 256)),
+        *((192, 3, 80, 192), (256, 2, 64, 128)),
+    )
     if least <= tokens <= most
 )
 
@@ -127,12 +136,46 @@ ZEROS = {"LOOKUP": 50, "INT8": 120}
 """Clocks of zero points beside scales multiplied into codes, in tiles of up to 128 tokens."""
 
 
+DRIFT = 1.02  # blocks that read the same tokens drift apart in time
+
+
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> LargeBatchDivision:
     """The plan with the fewest estimated clocks (`_clocks`)."""
     # Plans bound by memory have the same estimated cost. min() takes the first, which was slightly faster in practice.
     candidates = divisions(m, n, k, unpacking, multiprocessors)
-    return min(candidates, key=lambda c: _clocks(c, m, n, k, unpacking))
+    clocks = {c: _clocks(c, m, n, k, unpacking) for c in candidates}
+    best = min(candidates, key=clocks.__getitem__)
+    mixed = [
+        c
+        for of in candidates
+        if of.tokens > 64 and clocks[of] < MIXED_WITHIN * clocks[best]
+        for c in mixes(of, m, n)
+    ]
+    clocks |= {c: _clocks(c, m, n, k, unpacking) for c in mixed}
+    first = min(mixed, key=clocks.__getitem__, default=best)
+    return first if clocks[first] < MIXED_GAIN * clocks[best] else best
+
+
+def mixes(of: LargeBatchDivision, m: int, n: int) -> list[LargeBatchDivision]:
+    """The divisions with the same tiles and smaller ones in the last rows. Blocks then share the last rounds evenly.
+    None where blocks or warp groups share sums."""
+    tile, height, columns = Tile(*of[:3]), -(-n // (of.rows * of.beside)), -(-m // of.tokens)
+    if of.split > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
+        return []
+    rounds = columns * height // of.clusters
+    full = {
+        rows
+        for i in range(max(rounds - LAST_ROUNDS + 1, 1), rounds + 1)
+        for rows in (i * of.clusters // columns, -(-i * of.clusters // columns))
+        if 0 < rows < height
+    }
+    return [
+        of._replace(last_tokens=tokens, full_rows=rows)
+        for tokens in TOKENS
+        if 64 <= tokens < min(of.tokens, m)
+        for rows in sorted(full)
+    ]
 
 
 def divisions(
@@ -167,6 +210,7 @@ def _tiles(m: int, unpacking: Unpacking) -> list[tuple[Tile, bool]]:
         if tile.tokens < 2 * max(m, 16)
         for rounded in ways
         if _holds(tile, unpacking, group > 0 and not rounded)
+        if _has_enough_stages(tile, unpacking)
         if not rounded or unpacking.scales_pairs or _rounds_integers(tile, unpacking)
     ]
 
@@ -176,6 +220,18 @@ def _rounds_integers(tile: Tile, unpacking: Unpacking) -> bool:
     if unpacking.rounding == "free":
         return True
     return tile.tokens > 64 and (unpacking.group % 128 == 0 or unpacking.codes == "INT4")
+
+
+def _has_enough_stages(tile: Tile, unpacking: Unpacking) -> bool:
+    """False where 64 rows by two warp groups were slower than other tiles, with two stages a warp group."""
+    if (
+        tile.rows > 64
+        or tile.groups > 2
+        or tile.tokens <= 64
+        or unpacking.codes in ("INT4", "STREAM")
+    ):
+        return True
+    return unpacking.codes == "LOOKUP" and tile.tokens <= 112
 
 
 def _holds(tile: Tile, unpacking: Unpacking, twice: bool) -> bool:
@@ -221,31 +277,67 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacki
     count as 128 bytes or more; memory, at 2,420 bytes a clock for all clusters. The end of a tile, and the exchange of
     sums where blocks share them, come on top.
     """
+    if plan.last_tokens:
+        return _mixed_clocks(plan, m, n, k, unpacking)
     tile, tokens = Tile(*plan[:3]), plan.tokens
     chunks, columns = -(-k // (plan.chunk * plan.split)), -(-m // tokens)
-    pitch = _pitch(plan.chunk, unpacking.bits)
-    slower = 1.05 if plan.beside > 1 else 1.0  # blocks that share copies wait for each other
-    chunk = max(
-        plan.rows / 64 * _products(plan, unpacking) * slower,
-        (plan.rows * max(pitch, 128) + tokens * plan.chunk * 2 / plan.beside) / 52,
-        plan.rows * pitch * plan.clusters * plan.cluster / 2420 / min(columns, BAND),
-    )
+    chunk = _chunk_clocks(plan, tokens, m, unpacking)
     whole, left = divmod(tile.clusters(m, n, plan.beside), plan.clusters)
     divided = plan.divides and 0 < left * 2 <= plan.clusters
     whole += left > 0 and not divided
-    end = 2010 + 12 * tokens * (2 if plan.rows > 64 * plan.groups else 1)
+    end = _end_clocks(plan, tokens)
     exchange, parts = 0.34 * tokens * plan.rows, plan.split * tile.lanes
     clocks = whole * (chunks * chunk + end + exchange * (parts - 1) / parts)
     if divided:
         clocks += 0.46 * chunks * chunk + end + exchange / 2
     if whole + divided > 1 and columns > 1 and plan.beside == 1:
-        clocks *= 1.02  # blocks that read the same tokens drift apart in time
+        clocks *= DRIFT
     return 1560 + clocks
 
 
-def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
-    """Clocks of a warp group for 64 rows of a chunk. Up to 128 tokens shared memory and the latency of unpacking bound
-    them, beyond that the tensor cores, which long unpacking slows down."""
+def _mixed_clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacking) -> float:
+    """The same for tiles of two sizes, by the block that takes the longest."""
+    sizes, chunks = (plan.tokens, plan.last_tokens), -(-k // plan.chunk)
+    first, second = (
+        chunks * _chunk_clocks(plan, tokens, m, unpacking) + _end_clocks(plan, tokens)
+        for tokens in sizes
+    )
+    columns, last_columns = (-(-m // tokens) for tokens in sizes)
+    count = plan.full_rows * columns
+    height = -(-n // (plan.rows * plan.beside))
+    tiles = count + (height - plan.full_rows) * last_columns
+    longest = 0.0
+    for block in {i % plan.clusters for i in (0, count - 1, count, tiles - 1)}:
+        own = -(-max(count - block, 0) // plan.clusters)
+        others = -(-max(tiles - block, 0) // plan.clusters) - own
+        longest = max(longest, own * first + others * second)
+    return 1560 + longest * (DRIFT if plan.beside == 1 else 1.0) * _mixing(plan)
+
+
+def _mixing(plan: LargeBatchDivision) -> float:
+    """What tiles of two sizes cost beyond the estimate: an H200 was slower by so much in 240 plans."""
+    if plan.groups == 3:
+        return 1.05
+    return 1.055 if plan.chunk == STEP and plan.rounded else 1.01
+
+
+def _chunk_clocks(plan: LargeBatchDivision, tokens: int, m: int, unpacking: Unpacking) -> float:
+    pitch, columns = _pitch(plan.chunk, unpacking.bits), -(-m // tokens)
+    slower = 1.05 if plan.beside > 1 else 1.0  # blocks that share copies wait for each other
+    return max(
+        plan.rows / 64 * _products(plan, tokens, unpacking) * slower,
+        (plan.rows * max(pitch, 128) + tokens * plan.chunk * 2 / plan.beside) / 52,
+        plan.rows * pitch * plan.clusters * plan.cluster / 2420 / min(columns, BAND),
+    )
+
+
+def _end_clocks(plan: LargeBatchDivision, tokens: int) -> float:
+    return 2010 + 12 * tokens * (2 if plan.rows > 64 * plan.groups else 1)
+
+
+def _products(plan: LargeBatchDivision, tokens: int, unpacking: Unpacking) -> float:
+    """Clocks of a warp group for 64 rows of a chunk and so many tokens. Up to 128 tokens shared memory and the latency
+    of unpacking bound them, beyond that the tensor cores, which long unpacking slows down."""
     once, part = plan.rounded or unpacking.group == 0, plan.chunk / 128
     codes = unpacking.codes
     alone, slowed = UNPACKING[codes]
@@ -262,7 +354,7 @@ def _products(plan: LargeBatchDivision, unpacking: Unpacking) -> float:
     base = float(alone)
     if plan.groups == 4:  # more warps, which hide more of the latency
         base, each = base * 0.96, 3.0
-    return max((base + each * plan.tokens) * part + 38, (4.04 * plan.tokens + slowed) * part)
+    return max((base + each * tokens) * part + 38, (4.04 * tokens + slowed) * part)
 
 
 def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
@@ -274,7 +366,7 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
         return STEP
     if unpacking.table:
         # With few stages, beside sums and the table.
-        fills = tile.tokens == 64 and tile.lanes > 1 and bits == 4
+        fills = tile.tokens >= 64 and tile.lanes > 1 and bits == 4
         return STEP if fills or (unpacking.rounding != "never" and k % (2 * STEP)) else 2 * STEP
     if unpacking.scales_pairs and unpacking.group and unpacking.rounding != "never":
         return STEP if k % (2 * STEP) else 2 * STEP
@@ -366,18 +458,23 @@ class LargeBatchProduct(OneLaunch):
         pitch = codes.strides[0] if n > 1 else row
         self.codes_map = (1, n, row, pitch, height, _pitch(plan.chunk, operands.bits))
         self.x_map = (2, m, k, x_pitch, share, 64)
+        self.last_map = (2, m, k, x_pitch, plan.last_tokens // plan.beside, 64)
         wide = n % 8 == 0 and (residual is None or residual.misaligned == 0)
         self.grid, self.threads = plan.clusters * plan.cluster, 128 * (plan.groups + 1)
-        self.sizes = (
+        last = (plan.full_rows, -(-m // plan.last_tokens)) if plan.last_tokens else ()
+        self.sizes: tuple[int, ...] = (
             *(m, n, -(-k // plan.chunk), operands.groups),
             *(-(-n // (plan.rows * plan.beside)), -(-m // plan.tokens), BAND, int(wide)),
+            *last,
         )
         own = unpacking_of(operands)
         assert own is not None
-        self.macros = (x.dtype, operands.out, own, plan[:8])
+        self.macros = (x.dtype, operands.out, own, plan[:8], plan.last_tokens)
 
     def launch(self) -> Launch:
-        maps = Map(CODES, *self.codes_map), Map(X, *self.x_map)
+        maps = [Map(CODES, *self.codes_map), Map(X, *self.x_map)]
+        if self.plan.last_tokens:
+            maps.append(Map(X, *self.last_map))
         arguments: tuple[Argument, ...] = *maps, *map(Address, range(SCALE, OUT + 1))
         kernel = _kernel(*self.macros, torch.cuda.current_device())
         return Launch(kernel, self.grid, self.threads, (*arguments, *self.sizes))
@@ -399,15 +496,17 @@ def source(
     out: torch.dtype,
     unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
+    last_tokens: int = 0,
 ) -> str:
-    """The CUDA C++ to compile; `shape` is a `LargeBatchDivision` without its clusters."""
+    """The CUDA C++ to compile; `shape` is the first fields of a `LargeBatchDivision`, without its clusters."""
     fields = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
     macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
-    macros |= dict(zip(fields, shape, strict=True))
+    macros |= dict(zip(fields, shape, strict=True)) | {"LAST_TOKENS": last_tokens}
     tiles = "weight_only/weight_mm_large_batch_tiles_sm90.cuh"
     headers = *SM90, "weight_only/weight_lookup_sm90.cuh", tiles
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
-    multiply = multiply_from_registers(shape[0], 16, f"f32.{kind}.{kind}")
+    sizes = [shape[0], last_tokens] if last_tokens else [shape[0]]
+    multiply = "".join(multiply_from_registers(t, 16, f"f32.{kind}.{kind}") for t in sizes)
     names = "weight_mm_large_batch_products_sm90.cuh", "weight_mm_large_batch_sm90.cu"
     return program(macros, *headers, multiply, *(f"weight_only/{name}" for name in names))
 
@@ -418,10 +517,14 @@ def _kernel(
     out: torch.dtype,
     unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
+    last_tokens: int,
     device: int,
 ) -> nvrtc.Kernel:
-    module = nvrtc.Module(nvrtc.compiled(source(dtype, out, unpacking, shape), "sm_90a"))
+    code = source(dtype, out, unpacking, shape, last_tokens)
+    module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
     tokens, rows, groups, _, split, _, chunk, stages = shape
     shared = stages * (_stage(Tile(tokens, rows, groups), unpacking, chunk) + 16)
     shared += _fixed(tokens, rows, groups, split, unpacking)
-    return module.kernel("weight_mm", 17, structs=2, shared=shared, overlaps=True)
+    more = 1 if last_tokens else 0
+    sizes = 17 + 3 * more
+    return module.kernel("weight_mm", sizes, structs=2 + more, shared=shared, overlaps=True)

@@ -5,6 +5,9 @@
 #define EXPERTS 0
 #define GATED 0
 #endif
+#ifndef LAST_TOKENS
+#define LAST_TOKENS 0
+#endif
 static_assert(CODES != E4M3 || !ZERO, "");
 static constexpr int SUBTILES = ROWS > 64 * GROUPS ? 2 : 1;   // of 64 rows, in a warp group
 // With 28,672 rows, 112 tiles of 256 leave 20 of 132 multiprocessors idle; 128 tiles of 224 leave only 4. Two adjacent
@@ -75,11 +78,12 @@ static constexpr int BOX_PITCH = 48, LINE_PITCH = 144, BOX_BYTES = 16 * BOX_PITC
 static_assert(4 * BOX_BYTES <= 2 * LINE_BYTES, "");
 
 // Whether the tiles of an incomplete last round may be divided among the two adjacent blocks.
-static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP;
+static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP && !LAST_TOKENS;
 // Whether the sums that blocks share take the ring's place. Then a block has one tile, or it is the last one.
 static constexpr bool ONCE = SPLIT > 1 && LANES == 1 && TOKENS > 64;
 static constexpr int PHASES_MOST = 2;  // in which they arrive
 static constexpr bool BESIDE_RING = SOURCES > 1 && !ONCE;  // whether they have a place of their own
+static_assert(LAST_TOKENS < TOKENS && (!LAST_TOKENS || SOURCES == 1 && !OVERLAP && !EXPERTS), "");
 
 struct Shared {
     unsigned char stage[STAGES][STAGE_BYTES];
@@ -90,10 +94,15 @@ struct Shared {
 static constexpr int LOOKUP_AT = sizeof(Shared), TILES_AT = LOOKUP_AT + PAIRS * TABLE_STEP;
 
 // The product's shape in tiles: `rows` of clusters and `columns` of tokens. The grid works through `band` columns at a
-// time, so that the L2 cache serves them. With EXPERTS, `tiles` has how many columns the experts up to each one have.
+// time, so that the L2 cache serves them. With LAST_TOKENS, only the first `full` rows have `columns` tiles; the others have
+// `last_columns` of them. With EXPERTS, `tiles` has how many columns the experts up to each one have.
 struct Shape {
-    int m, n, chunks, groups, rows, columns, band;
+    int m, n, chunks, groups, rows, columns, band, full = 0, last_columns = 0;
     const int *ends = nullptr, *tiles = nullptr;
+
+    MEMBER int count() const {
+        return LAST_TOKENS ? full * columns + (rows - full) * last_columns : rows * columns;
+    }
 };
 
 // The factors of the sums, the addends, and the result.
@@ -115,6 +124,7 @@ struct Schedule {
     int first, last, tile = blockIdx.x / CLUSTER - gridDim.x / CLUSTER, row, token;
     int end, above = 0;    // with EXPERTS: of the tile's tokens; the first row of their weight
     bool divided = false;  // whether each of the two adjacent blocks has half of the tile's K
+    bool is_last = false;  // whether the tile has LAST_TOKENS
 
     MEMBER Schedule(const Shape &shape, uint32 rank)
         : shape(shape),
@@ -123,12 +133,12 @@ struct Schedule {
           last(shape.chunks * (rank / BESIDE + 1) / SPLIT) {}
 
     MEMBER bool take() {
-        const int clusters = gridDim.x / CLUSTER, tiles = shape.rows * shape.columns;
+        const int clusters = gridDim.x / CLUSTER, tiles = shape.count();
         tile += clusters;
 #if EXPERTS
         return take_of_expert();
 #endif
-        int here = tile, beside = rank % BESIDE;
+        int here = tile, beside = rank % BESIDE, rows = shape.rows, columns = shape.columns, before = 0;
         if constexpr (TAIL) {
             const int left = tiles % clusters, more = tile - (tiles - left);
             divided = left * 2 <= clusters && more >= 0;
@@ -138,13 +148,21 @@ struct Schedule {
             }
         }
         if (here >= tiles) return false;
-        const int above = here / (shape.band * shape.rows) * shape.band;
-        const int within = here - above * shape.rows, width = min(shape.band, shape.columns - above);
-        row = (within / width * BESIDE + beside) * ROWS - (OVERLAP ? beside * 32 : 0);
+        if constexpr (LAST_TOKENS > 0) {
+            const int first = shape.full * shape.columns;
+            is_last = here >= first;
+            if (is_last) here -= first, before = shape.full, columns = shape.last_columns;
+            rows = is_last ? shape.rows - shape.full : shape.full;
+        }
+        const int above = here / (shape.band * rows) * shape.band;
+        const int within = here - above * rows, width = min(shape.band, columns - above);
+        row = ((before + within / width) * BESIDE + beside) * ROWS - (OVERLAP ? beside * 32 : 0);
         if constexpr (!OVERLAP) row = max(min(row, shape.n - ROWS), 0);
-        token = max(min((above + within % width) * TOKENS, shape.m - TOKENS), 0);
+        token = max(min((above + within % width) * tokens(), shape.m - tokens()), 0);
         return true;
     }
+
+    MEMBER int tokens() const { return LAST_TOKENS && is_last ? LAST_TOKENS : TOKENS; }
 
     MEMBER bool take_of_expert();
 
@@ -152,10 +170,10 @@ struct Schedule {
     MEMBER int row_at(int i) const { return above + row + i + (GATED && i >= BELOW ? shape.n / 2 - BELOW : 0); }
 
     MEMBER Corner own() const {
-        return {OVERLAP ? row : (row + ROWS - 1) / ROWS * ROWS, (token + TOKENS - 1) / TOKENS * TOKENS};
+        return {OVERLAP ? row : (row + ROWS - 1) / ROWS * ROWS, (token + tokens() - 1) / tokens() * tokens()};
     }
 
-    MEMBER bool more() const { return tile + (int)gridDim.x / CLUSTER < shape.rows * shape.columns; }
+    MEMBER bool more() const { return tile + (int)gridDim.x / CLUSTER < shape.count(); }
 
     // Whether the other block multiplies the 64 rows from `below` on of the chunk in this slot.
     MEMBER bool leaves(int below, int slot) const {
@@ -189,8 +207,10 @@ DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape 
     if (GROUP > 0 && bytes >= ahead + 16) prefetch(from + ahead, (uint32)min(bytes - ahead, 1ll * FETCHED) & ~15);
 }
 
-DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, const Shape &shape, uint32 rank) {
-    const int share = rank % BESIDE * (TOKENS / BESIDE);
+// x_last: x in boxes of LAST_TOKENS / BESIDE.
+DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, const TensorMap &x_last, const Shape &shape,
+                    uint32 rank) {
+    const int half = rank % BESIDE * (TOKENS / BESIDE), last_half = rank % BESIDE * (LAST_TOKENS / BESIDE);
     const unsigned short all = ((1 << BESIDE) - 1) << rank / BESIDE * BESIDE;
     Ring ring;
     for (Schedule schedule(shape, rank); schedule.take();) {
@@ -198,7 +218,8 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
             const uint32 full = shared_address(&shared.full[ring.slot]), to = shared_address(shared.stage[ring.slot]);
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
             const bool less = OVERLAP && ring.slot % 2 != rank;
-            barrier_expect(full, STAGE_BYTES - (less ? BOX_ROWS * PITCH : 0));
+            const int fewer = LAST_TOKENS && schedule.is_last ? (TOKENS - LAST_TOKENS) * CHUNK * 2 : 0;
+            barrier_expect(full, STAGE_BYTES - (less ? BOX_ROWS * PITCH : 0) - fewer);
             if (less)  // for the four warps of these rows, at both blocks
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
@@ -207,9 +228,13 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
                     load_box(codes, chunk * ROW_BYTES & ~15, schedule.row_at(i), to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
+                const int share = LAST_TOKENS && schedule.is_last ? last_half : half;
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
                 const int k = chunk * CHUNK + box * 64;
-                if (BESIDE == 1 || schedule.divided) {
+                if (LAST_TOKENS && schedule.is_last) {
+                    if constexpr (BESIDE == 1) load_box(x_last, k, schedule.token, there, full);
+                    else load_box(x_last, k, schedule.token + share, there, full, all);
+                } else if (BESIDE == 1 || schedule.divided) {
                     const uint32 begin = there - share * 128;
                     for (int i = 0; i < TOKENS; i += TOKENS / BESIDE)
                         load_box(x, k, schedule.token + i, begin + i * 128, full);
