@@ -1,6 +1,7 @@
 """Fake quantization and its gradients: the kernel, the formula under torch.compile, and lowbit's operations in eager.
 
-The floor of the forward pass: x read once, values written once, and the bits of `inside` where the spec may clip.
+The floor of the forward pass: x read once, with a global scale (NVFP4) twice, values written once, and the bits of
+`inside` where the spec may clip.
 The floor of the gradients of learned scales: the gradient and x read once, the gradient of x written once, and a number
 a block for each parameter.
 """
@@ -18,13 +19,15 @@ from benchmarks.cases.fake_quantize import CASES, Case
 from benchmarks.registry import Candidate, Problem, benchmark
 from lowbit.numerics.learned_scales import codes_and_residual, gradients, rate_of
 from lowbit_kernels.elementwise.fake_quantize import unpack_inside
+from lowbit_kernels.elementwise.grid import E4M3, FLOAT
 
 
 def forward_bytes(case: Case) -> int:
     """The floor of the forward pass, in bytes."""
     elements = case.rows * case.columns
     bits = elements // 8 if case.spec.may_clip(case.scale_dtype) else 0
-    return 2 * elements * case.dtype.itemsize + bits
+    passes = 3 if case.grid.scales == E4M3 else 2
+    return passes * elements * case.dtype.itemsize + bits
 
 
 def gradient_bytes(case: Case) -> int:
@@ -38,7 +41,8 @@ def by_kernel(case: Case, x: Tensor) -> tuple[Tensor, Tensor | None]:
     clips = case.spec.may_clip(case.scale_dtype)
     dtypes = (case.scale_dtype, case.dtype)
     found = torch.ops.lowbit.fake_quantize(
-        x, None, None, case.group_size, case.grid.name, *dtypes, clips
+        *(x, None, None, case.group_size, case.grid.name, *dtypes, clips),
+        *(None, case.global_scale(x)),
     )
     return found[0], found[1] if clips else None
 
@@ -58,7 +62,7 @@ def gradients_by_kernel(
     case: Case, grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     found = torch.ops.lowbit.fake_quantize_gradients(
-        grad, x, scale, zero_point, case.group_size, case.grid.name, False
+        grad, x, scale, zero_point, case.group_size, case.grid.name
     )
     return found[0], found[1]
 
@@ -94,7 +98,8 @@ def fake_quantize() -> Iterator[Problem]:
         kinds: list[tuple[str, Callable, Callable, Callable, int]] = [
             ("forward", by_kernel, by_operations, lambda c: (c.x("cuda"),), forward_bytes(case)),
         ]
-        if case.spec.mapping.startswith("symmetric") and case.columns > case.group_size:
+        learns = case.spec.mapping.startswith("symmetric") and case.grid.scales == FLOAT
+        if learns and case.columns > case.group_size:
             of_scales = (gradients_by_kernel, gradients_by_operations, with_parameters)
             kinds.append(("gradients", *of_scales, gradient_bytes(case)))
         for direction, kernel, operations, make, moved in kinds:

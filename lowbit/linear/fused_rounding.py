@@ -2,7 +2,8 @@
 
 Elsewhere `lowbit.schemes.scheme` and `lowbit.numerics.learned_scales` compute the same by PyTorch's operations. Values
 and masks are equal to the bit. The kernel runs on CUDA devices, for blocks that are parts of a row, float32, bfloat16
-and float16.
+and float16. It rounds to integers, float8 and E2M1, and chooses plain scales, powers of two (MXFP4, MXFP8) and those of
+NVFP4, whose global scale takes a pass of its own.
 
 Eager PyTorch takes about ten passes over a tensor and several float32 temporaries, the kernel one pass and none.
 Inductor fuses the operations into a pass or two, and with those before and after them. So in graphs of torch.compile
@@ -11,6 +12,8 @@ the kernel runs only where it saves memory (`IN_GRAPHS`).
 
 from __future__ import annotations
 
+import functools
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -19,6 +22,7 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit.numerics import learned_scales
+from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.learned_scales import (
     RATE,
     as_parameters,
@@ -28,7 +32,7 @@ from lowbit.numerics.learned_scales import (
     qparams,
     rate_of,
 )
-from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec, crop
 from lowbit.numerics.straight_through import StraightThrough, where_set
@@ -44,19 +48,21 @@ forward has computed them already, and keep the rounded weights of all layers un
 """
 
 
-def runs(spec: Spec, x: Tensor, in_backward: bool = False) -> bool:
-    """True if the kernel rounds this tensor now. `in_backward`: for the backward pass of a product."""
+def runs(spec: Spec, x: Tensor, in_backward: bool = False, given: bool = False) -> bool:
+    """True if the kernel rounds this tensor now. `in_backward`: for the backward pass of a product. `given`: by scales
+    that are given."""
     if torch.compiler.is_compiling():
         accepted = ("backward", "everywhere") if in_backward else ("everywhere",)
-        found = IN_GRAPHS in accepted and in_graphs(x)
+        # NVFP4 in graphs: a test of it failed on a GPU, for a reason that was not found
+        found = IN_GRAPHS in accepted and in_graphs(x) and spec.scale_format not in _GLOBAL
     else:
         found = kernels.fake_quantize.runs_on(x.device)
     return (
         found
         and type(spec) is Spec  # a subclass may observe what it rounds
         and not spec.static
-        and spec.scales is None
-        and not isinstance(spec.format, LookupTable)
+        and (not isinstance(spec.format, LookupTable) or spec.format == E2M1)
+        and (given or spec.scale_format in _SCALES)
         and x.dtype in FLOATS
         and all(size == 1 for size in spec.block_size(x.shape)[:-1])
     )
@@ -67,16 +73,25 @@ def in_graphs(x: Tensor) -> bool:
     return x.is_cuda
 
 
+_SCALES = {"float": "float", "e8m0": "e8m0", "e4m3": "e4m3", "e4m3_inverse": "e4m3"}
+"""How the kernel chooses scales, by their format."""
+_GLOBAL = ("e4m3", "e4m3_inverse")
+"""Those with a global scale."""
+
+
 def _grid_name(spec: Spec) -> str:
     fmt = spec.format
-    names = {dtype: name for name, dtype in kernels.fake_quantize.FORMATS.items()}
-    return kernels.fake_quantize.Grid(
-        spec.mapping, names[fmt.dtype], float(fmt.quant_min), float(fmt.quant_max)
-    ).name
+    names: dict[Any, str] = {t: name for name, t in kernels.fake_quantize.FORMATS.items()}
+    names[E2M1] = "e2m1"
+    ends = float(fmt.quant_min), float(fmt.quant_max)
+    scales = _SCALES.get(spec.scale_format, "float")
+    return kernels.fake_quantize.Grid(spec.mapping, names[fmt.dtype], *ends, scales).name
 
 
 def _flat(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
+    """The rows of x, dense: the kernel's results are contiguous then."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()
 
 
 def _in_blocks(found: Qparams) -> tuple[Tensor | None, Tensor | None]:
@@ -88,21 +103,24 @@ def _in_blocks(found: Qparams) -> tuple[Tensor | None, Tensor | None]:
 
 
 class Inside:
-    """Where the gradient of a tensor passes its rounding: a mask, the kernel's bits, or everywhere."""
+    """Where the gradient of a tensor passes its rounding: a mask, the kernel's bits, or everywhere. `turned`: the bits
+    are those of the transposed tensor."""
 
-    def __init__(self, mask: Tensor | None, group_size: int = 0) -> None:
+    def __init__(self, mask: Tensor | None, group_size: int = 0, turned: bool = False) -> None:
         self.mask = mask
         self.rule: Any = where_set
         if mask is not None and group_size:
-            self.rule = partial(_where_kernel_bits, group_size=group_size)
+            self.rule = partial(_where_kernel_bits, group_size=group_size, turned=turned)
         self.passed = partial(self.rule, mask=mask)
         """A gradient where it passes, else 0."""
 
 
-def _where_kernel_bits(grad: Tensor, mask: Tensor, group_size: int) -> Tensor:
-    flat = _flat(grad)
+def _where_kernel_bits(grad: Tensor, mask: Tensor, group_size: int, turned: bool = False) -> Tensor:
+    if turned:
+        return _where_kernel_bits(grad.mT, mask, group_size).mT
+    flat = grad.reshape(*mask.shape[:-2], grad.shape[-1])
     if torch.is_grad_enabled():  # differentiable
-        kept = kernels.fake_quantize.unpack_inside(mask, group_size, flat.shape[1])
+        kept = kernels.fake_quantize.unpack_inside(mask, group_size, flat.shape[-1])
         return torch.where(kept, flat, 0.0).view(grad.shape)
     return kernels.fake_quantize.zero_outside(flat, mask, group_size).view(grad.shape)
 
@@ -122,26 +140,57 @@ def rounded(
     caller needs that mask. `joint`: as for `Spec.choose_qparams`.
     """
     x, scale_dtype = x.detach(), spec.scale_dtype or scale_dtype
+    turned = _turned(spec, x)
+    by, own = (spec, x) if turned is None else (turned, x.mT)
     clips = masked and spec.may_clip(scale_dtype)
-    runs_here = joint is None and x.numel() > 0 and runs(spec, x, after is not None)
+    runs_here = _takes(joint, spec) and x.numel() > 0 and runs(by, own, after is not None)
     if not runs_here or spec.rounds_minimum:
         values, mask = _in_parts(x, spec, scale_dtype, clips, joint)
         return values if dtype is None else values.to(dtype), Inside(mask)
-    group_size = spec.block_size(x.shape)[-1]
+    group_size = by.block_size(own.shape)[-1]
     # Values of float32 are rounded to `dtype` by the kernel. Others are first rounded to their own dtype.
     direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else x.dtype
     values, bits = kernels.fake_quantize.fake_quantize(
-        _flat(x),
-        grid_name=_grid_name(spec),
+        _flat(x) if turned is None else own,
+        grid_name=_grid_name(by),
         group_size=group_size,
         scale_dtype=scale_dtype,
         dtype=direct,
         inside=clips,
         after=after,
+        global_scale=_global_scale(x, spec, joint),
     )
-    values = values.view(x.shape)
-    inside = Inside(bits if clips else None, group_size)
+    # contiguous, as modules may choose a product by the strides of a weight
+    values = values.view(x.shape) if turned is None else values.mT.contiguous()
+    inside = Inside(bits if clips else None, group_size, turned is not None)
     return values if dtype is None else values.to(dtype), inside
+
+
+def _turned(spec: Spec, x: Tensor) -> Spec | None:
+    """The spec of the transposed x, where groups run along the last dimension but one, as in experts [E, K, N]."""
+    if x.ndim < 2 or x.numel() == 0 or torch.compiler.is_compiling():
+        return None
+    block = spec.block_size(x.shape)
+    if block[-1] != 1 or block[-2] == 1 or any(b != 1 for b in block[:-2]):
+        return None
+    return _in_groups(spec, block[-2])
+
+
+@functools.lru_cache(maxsize=64)
+def _in_groups(spec: Spec, size: int) -> Spec:
+    return replace(spec, granularity=PerGroup(size))
+
+
+def _takes(joint: Tensor | None, spec: Spec) -> bool:
+    return joint is None or spec.scale_format in _GLOBAL
+
+
+def _global_scale(x: Tensor, spec: Spec, joint: Tensor | None) -> Tensor | None:
+    if spec.scale_format not in _GLOBAL:
+        return None
+    if joint is None:
+        joint = spec.joint_part([x], torch.float32)
+    return joint.float().expand(*x.shape[:-2], 1, 1).reshape(-1)
 
 
 def _in_parts(
@@ -203,7 +252,7 @@ def rounded_by(
 ) -> Tensor:
     """x [..., K] rounded by a scale and a zero point that are given, in `dtype`."""
     x = x.detach()
-    if not runs(spec, x, after is not None):
+    if not runs(spec, x, after is not None, given=True):
         return crop(spec.codes_and_values(x, *found)[1], x.shape).to(x.dtype).to(dtype)
     scale, zero_point = _in_blocks(found)
     direct = dtype if x.dtype is torch.float32 and dtype in FLOATS else x.dtype
@@ -235,7 +284,7 @@ def learned_gradients(
     """
     scale_parameter, zero_parameter = parameters
     scale, zero_point = found or qparams(spec, scale_parameter, zero_parameter)
-    if not runs(spec, x, in_backward=True):
+    if not runs(spec, x, in_backward=True, given=True):
         codes, residual = codes_and_residual(x, spec, scale, zero_point)
         return gradients(grad, codes, residual, spec, scale_parameter, zero_parameter)
     blocks, zeros = _in_blocks((scale, zero_point))
@@ -279,7 +328,7 @@ def descended(
         dtype: of the result.
     """
     scale_dtype = spec.scale_dtype or scale_dtype
-    fits = isinstance(spec.format, Int) and not spec.rounds_minimum and runs(spec, x)
+    fits = isinstance(spec.format, Int) and not spec.rounds_minimum and runs(spec, x, given=True)
     if not fits or x.numel() == 0 or scale_dtype not in FLOATS or not x.is_contiguous():
         return None
     scale, zero = _in_blocks(parameters)
@@ -319,18 +368,16 @@ def fake_quantize(
     x: Tensor, spec: Spec, scale_dtype: torch.dtype = torch.float32, joint: Tensor | None = None
 ) -> Tensor:
     """`spec.fake_quantize(x, scale_dtype, joint)`: the same values and gradients to the bit."""
-    if joint is not None:
-        return spec.fake_quantize(x, scale_dtype, joint)
     is_stack = x.ndim == 3 and not torch.compiler.is_compiling()
-    if x.numel() == 0 or not (is_stack or runs(spec, x)):
-        return spec.fake_quantize(x, scale_dtype)
-    values, inside = rounded(x, spec, scale_dtype)
+    if x.numel() == 0 or not (_takes(joint, spec) and (is_stack or runs(spec, x))):
+        return spec.fake_quantize(x, scale_dtype, joint)
+    values, inside = rounded(x, spec, scale_dtype, joint=joint)
     return StraightThrough.apply(x, values, inside.mask, inside.rule)
 
 
 def learned_fake_quantize(x: Tensor, scale: Tensor, zero: Tensor | None, spec: Spec) -> Tensor:
     """`lowbit.numerics.learned_scales.learned_fake_quantize`: the same values to the bit, and gradients of scales up to
     the order of their sums."""
-    if not runs(spec, x) or x.numel() == 0:
+    if not runs(spec, x, given=True) or x.numel() == 0:
         return learned_scales.learned_fake_quantize(x, scale, zero, spec)
     return _LearnedFakeQuantize.apply(x, scale, zero, spec)

@@ -28,6 +28,7 @@ from lowbit.linear.frozen.checks import (
     refuse_second_derivative,
     unflattened,
 )
+from lowbit.linear.fused_rounding import rounded
 from lowbit.linear.operands import Kept, RoundedLinear, Values
 from lowbit.tracing import tracer
 from lowbit.tracing.tracer import Note
@@ -94,4 +95,4 @@ class MicroscaledOperands(NamedTuple):
 
     def _along_rows(self, x: Tensor, rounds: bool) -> Tensor:
         """A matrix, its groups along the last dimension rounded if `rounds`."""
-        return self.scheme.spec.rounded(x.contiguous(), masked=False)[0] if rounds else x
+        return rounded(x.contiguous(), self.scheme.spec, masked=False)[0] if rounds else x

@@ -33,13 +33,14 @@ from lowbit.numerics.affine import (
 from lowbit.numerics.code_range import FLOATS, CodeType, clamped, within_range
 from lowbit.numerics.float32 import round_to_dtype
 from lowbit.numerics.granularity import Granularity, PerBlock, PerTensor
-from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Float8, Int, NumberFormat
 from lowbit.numerics.scale_format import SCALE_FORMATS, ScaleFormat
 from lowbit.numerics.search import best_of_scales, search_qparams_affine
 from lowbit.numerics.spec_checks import check_fields, super_blocks_of
 from lowbit.numerics.super_blocks import SuperBlocks
 
+_MXFP4 = SCALE_FORMATS["e8m0"], E2M1
 ScaleFormatName = Literal["float", "e8m0", "e4m3", "e4m3_inverse", "double", "super_block"]
 
 
@@ -242,8 +243,10 @@ class Spec(_Computed):
         assert isinstance(self.format, LookupTable)
         most = []
         for x in weights:
-            whole = (*(1 for _ in x.shape[:-2]), *x.shape[-2:])  # by matrix: ten times as fast
-            own = absmax_of_blocks(x, whole) if x.numel() else x.new_zeros((*x.shape[:-2], 1, 1))
+            if x.numel():  # one pass over each matrix
+                own = torch.linalg.vector_norm(x, math.inf, (-2, -1), keepdim=True)
+            else:
+                own = x.new_zeros((*x.shape[:-2], 1, 1))
             most.append(own.float().to(device))
         return self.scales.joint_part(largest(torch.stack(most).amax(0)), self.format)
 
@@ -438,13 +441,16 @@ class Spec(_Computed):
         mask.
 
         "symmetric_no_clipping_err" and float8 put the largest value on the last code. In float8 with e8m0 scales
-        "symmetric_no_clipping_err" puts it on or below the last code, and "symmetric" may clip it. The rounding of a
+        "symmetric_no_clipping_err" puts it on or below the last code, and in FP4 (E2M1) less than half a step beyond
+        it; "symmetric" may clip it. The rounding of a
         scale to bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which
         rounds to -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer
         digits.
         """
         scale_dtype = self.scale_dtype or scale_dtype
-        if self.static or scale_dtype is torch.float16 or isinstance(self.format, LookupTable):
+        if self.static or scale_dtype is torch.float16:
+            return True
+        if isinstance(self.format, LookupTable) and (self.scales, self.format) != _MXFP4:
             return True
         is_exact = isinstance(self.format, Float8) and self.scales is None
         return not is_exact and self.mapping != "symmetric_no_clipping_err"

@@ -192,6 +192,7 @@ def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from _products()
     yield from _cases()
     yield from _descents()
+    yield "fake_quantize-turned", _turned_rounding
 
 
 def _products() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -310,6 +311,17 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             step = -(-len(cases) // CASES_OF_AN_OP)
             for case in cases[::step]:
                 yield f"{op}-{case.name}", functools.partial(_launch_case, module, op, case)
+
+
+def _turned_rounding() -> Any:
+    from lowbit_kernels.elementwise.fake_quantize import _launch
+    from lowbit_kernels.elementwise.fake_quantize_turned_triton import zero_outside
+
+    x = on_gpu(4, 2880, 5760).mT
+    grid = "symmetric e2m1 -6 6 e8m0"
+    found = _launch(x, None, None, 32, grid, torch.float32, x.dtype, True, None, None)
+    assert found is not None
+    return zero_outside(x, found[1], 32)
 
 
 def _descents() -> Iterator[tuple[str, Callable[[], Any]]]:

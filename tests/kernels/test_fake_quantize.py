@@ -24,6 +24,7 @@ from lowbit_kernels.elementwise.fake_quantize import (
     unpack_inside,
     zero_outside,
 )
+from lowbit_kernels.elementwise.grid import E4M3
 from tests.kernels.interpreted import interpreted, names
 from tests.kernels.test_dequantize import equal_bits
 
@@ -39,7 +40,7 @@ EXTREMES = [math.nan, math.inf, -math.inf, 0.0, -0.0, 3e38, -3e38, 1e-38, 1e-44,
 each_kind = pytest.mark.cover(
     "values",
     case=lambda c: (
-        f"{c.spec.format} {c.spec.mapping}",
+        f"{c.spec.format} {c.spec.mapping} {c.grid.scales}",
         (c.rows, c.columns),
         c.dtype,
         c.scale_dtype,
@@ -61,15 +62,20 @@ def extreme(case: Case, device: str = "cpu") -> Tensor:
     return x.to(case.dtype).to(device)
 
 
-def expected(x: Tensor, case: Case) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """values and inside, and scale and zero point, as `lowbit.numerics.affine` computes them."""
+def expected(
+    x: Tensor, case: Case, joint: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """values and inside, and scale and zero point, as `lowbit.numerics.affine` computes them. `joint`: the global scale
+    of each row, where it is a matrix."""
     spec = case.spec
     padded = spec.pad(x)
-    scale, zero_point = spec.choose_qparams(padded, case.scale_dtype)
+    each = padded if joint is None else padded.unsqueeze(1)
+    scale, zero_point = spec.choose_qparams(each, case.scale_dtype, joint)
+    scale = scale.view(spec.blocks(x.shape))
     codes, *_ = spec.quantize(x, qparams=(scale, zero_point))
     values = spec.dequantize(codes, scale, zero_point, x.shape, x.dtype)
     unclamped, _, _ = spec.unclamped_codes(x, case.scale_dtype)
-    if spec.format.dtype.is_floating_point:  # `unclamped_codes` clamps them
+    if not isinstance(spec.format, Int):  # `unclamped_codes` clamps float8
         inside = within_range(_float8_codes(padded, case, scale), spec.format.dtype, *_ends(case))
     else:
         inside = within_range(unclamped.float(), spec.format.dtype, *_ends(case))
@@ -87,12 +93,16 @@ def _float8_codes(x: Tensor, case: Case, scale: Tensor) -> Tensor:
 
 def _agrees(run, case: Case, x: Tensor) -> bool:
     """Computed parameters, and the same parameters given, give the values and bits of `lowbit.numerics.affine`."""
-    values, inside, scale, zero_point = expected(x, case)
+    joint = None
+    if case.grid.scales == E4M3:  # of each row, as one NaN spreads over a matrix
+        joint = case.spec.joint_part([x.unsqueeze(1)], torch.float32)
+    values, inside, scale, zero_point = expected(x, case, joint)
     same = True
-    for parameters in ((None, None), (scale, zero_point)):
+    for parameters, own in (((None, None), joint), ((scale, zero_point), None)):
         for with_bits in (True, False):
             dtypes = (case.scale_dtype, case.dtype)
-            found, bits = run(x, *parameters, case.group_size, case.grid.name, *dtypes, with_bits)
+            end = (with_bits, None, None if own is None else own.flatten())
+            found, bits = run(x, *parameters, case.group_size, case.grid.name, *dtypes, *end)
             same &= equal_bits(found, values) and found.is_contiguous()
             if with_bits:
                 same &= torch.equal(unpack_inside(bits, case.group_size, x.shape[1]), inside)
@@ -223,7 +233,7 @@ def gradient_arguments(case: Case, device: str = "cpu") -> tuple:
     _, _, scale, zero_point = expected(x, case)
     signs = torch.ones_like(scale)
     signs.view(-1)[::2] = -1
-    scale = scale * 0.75 * signs if case.grid.format != "e4m3" else scale * 0.75
+    scale = scale * 0.75 * signs if case.grid.format not in ("e4m3", "e2m1") else scale * 0.75
     if case.spec.mapping == "half_integer":
         zero_point = scale * 0.5
     grad = torch.randn_like(x.float()).to(case.dtype)
@@ -298,17 +308,71 @@ def test_no_code_clips_where_the_spec_says_so(bits: int, dtype: torch.dtype) -> 
                 assert within_range(codes, spec.format.dtype, *limits).all()
 
 
+def stack_arguments(kind: str, turned: bool, device: str = "cpu") -> tuple:
+    """The op's arguments for experts [E, N, K], stored so, or as [E, K, N]."""
+    case = next(c for c in SMALL if c.name == f"{kind}-padded-fp16")
+    x = torch.randn(3, 11, 45, device=device).half()
+    x = x.mT.contiguous().mT if turned else x
+    joint = case.spec.joint_part([x], torch.float32).flatten() if kind == "nvfp4" else None
+    dtypes = torch.float32, torch.float16
+    return (x, None, None, case.group_size, case.grid.name, *dtypes, True, None, joint)
+
+
+def _stacks_agree(kind: str, turned: bool, device: str = "cpu") -> bool:
+    """A stack has the results of its matrices, and lies as it was given."""
+    x, *others, joint = stack_arguments(kind, turned, device)
+    values, inside = OP(x, *others, joint)
+    grad = torch.randn_like(values)
+    kept = zero_outside(grad, inside, others[2])
+    same = values.stride() == x.stride()
+    for i, part in enumerate(x):
+        own = None if joint is None else joint[i : i + 1]
+        found, bits = reference(part.contiguous(), *others, own)
+        mask, own_mask = (unpack_inside(b, others[2], x.shape[-1]) for b in (bits, inside[i]))
+        same &= equal_bits(values[i], found) and torch.equal(mask, own_mask)
+        same &= torch.equal(kept[i], torch.where(mask, grad[i], 0.0))
+    wide = torch.randn(2, *x.shape[::-1], device=device).half().permute(0, 3, 2, 1)  # 4-D
+    return same and equal_bits(
+        OP(wide, *others, joint)[0], reference(wide.contiguous(), *others, joint)[0]
+    )
+
+
+KINDS_OF_STACKS = [(k, t) for k in ("int4", "mx-e2m1-symmetric", "nvfp4") for t in (False, True)]
+
+
+@pytest.mark.parametrize(("kind", "turned"), KINDS_OF_STACKS)
+def test_stacks(kind: str, turned: bool) -> None:
+    assert _stacks_agree(kind, turned)
+    torch.library.opcheck(OP.default, stack_arguments(kind, turned))
+
+
+def test_interpreted_stacks() -> None:
+    code = (
+        "import json\nfrom tests.kernels.test_fake_quantize import _stacks_agree, KINDS_OF_STACKS\n"
+        "print(json.dumps([_stacks_agree(*kind) for kind in KINDS_OF_STACKS]))"
+    )
+    assert all(interpreted(code))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("kind", "turned"), KINDS_OF_STACKS)
+def test_cuda_stacks(kind: str, turned: bool) -> None:
+    for _ in range(3):  # then by the launcher's plan
+        assert _stacks_agree(kind, turned, "cuda")
+    torch.library.opcheck(OP.default, stack_arguments(kind, turned, "cuda"))
+
+
 def test_output_dtype_is_rounded_once() -> None:
     case = Case("", 5, 96, SMALL[0].spec, torch.float32)
     arguments = case.arguments()
-    narrow = OP(*arguments[:-2], torch.bfloat16, False)[0]
+    narrow = OP(*arguments[:6], torch.bfloat16, False)[0]
     assert equal_bits(narrow, OP(*arguments)[0].to(torch.bfloat16))
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({0: torch.ones(4)}, ValueError, "flatten"),
+        ({0: torch.ones(4)}, ValueError, "unsqueeze"),
         ({0: torch.ones(4, 4, dtype=torch.float64)}, TypeError, "float64"),
         ({3: 0}, ValueError, "group_size"),
         ({4: "absmax int8 -8 7"}, ValueError, "mapping"),
@@ -318,12 +382,21 @@ def test_output_dtype_is_rounded_once() -> None:
         ({1: torch.ones(1, 1)}, ValueError, "scale"),
         ({4: "asymmetric int8 -8 7", 1: torch.ones(4, 1)}, ValueError, "zero_point"),
         ({5: torch.float64}, TypeError, "float64"),
-        ({4: "asymmetric e4m3 -448 448"}, ValueError, "float8"),
+        ({4: "asymmetric e4m3 -448 448"}, ValueError, "e4m3 with float scales takes"),
+        ({4: "symmetric_no_clipping_err e2m1 -6 6"}, ValueError, "e2m1 with float scales takes"),
+        ({4: "asymmetric e2m1 -6 6 e8m0"}, ValueError, "symmetric or symmetric_no_clipping_err"),
+        ({4: "symmetric e2m1 -6 6 e5m3"}, ValueError, "scales must be one of float, e8m0, e4m3"),
+        ({4: "symmetric e2m1 -6 6 e8m0 e8m0"}, ValueError, "a grid is named by"),
+        ({4: "symmetric int8 -8 7 e8m0"}, ValueError, "int8 takes float scales"),
+        ({4: "symmetric e2m1 -6 6 e4m3"}, ValueError, "need a global_scale"),
+        ({9: torch.ones(1)}, ValueError, "take no global_scale"),
+        ({4: "symmetric e2m1 -6 6 e4m3", 9: torch.ones(3)}, ValueError, "R / M rows, got 3 for 4"),
+        ({4: "symmetric e2m1 -6 6 e4m3", 9: torch.ones(1, 1)}, ValueError, "global_scale"),
     ],
 )
 def test_errors_name_what_is_wrong(change: dict, error: type, message: str) -> None:
     arguments: list = [torch.ones(4, 4), None, None, 4, "symmetric int8 -8 7"]
-    arguments += [torch.float32, torch.float32, True]
+    arguments += [torch.float32, torch.float32, True, None, None]
     for place, value in change.items():
         arguments[place] = value
     with pytest.raises(error, match=message):
@@ -348,8 +421,13 @@ def test_cuda_equals_the_maths_of_lowbit(case: Case) -> None:
     """Equal to PyTorch on the GPU and on the CPU, for given parameters and computed ones, extremes included."""
     for x in (case.x("cuda"), extreme(case, "cuda")):
         assert _agrees(OP, case, x)
-        on_cpu = OP(x.cpu(), *case.arguments()[1:])[0]
-        assert equal_bits(OP(x, *case.arguments("cuda")[1:])[0].cpu(), on_cpu)
+        _, *others, global_scale = case.arguments("cuda")
+        both = [OP(t, *others, s)[0].cpu() for t, s in _on_both(x, global_scale)]
+        assert equal_bits(*both)
+
+
+def _on_both(x: Tensor, global_scale: Tensor | None) -> list[tuple[Tensor, Tensor | None]]:
+    return [(x, global_scale), (x.cpu(), None if global_scale is None else global_scale.cpu())]
 
 
 @each_kind

@@ -8,15 +8,25 @@ by the formulas of ``lowbit.numerics.affine.choose_qparams_affine``. With mid = 
     none, code   round(x * (1/s)) + zero_point                 (code - zero_point) * s
     value        round((x - m) * (1/s)) + low,                 (code - mid) * s + zero_point
                  m = zero_point - (mid - low) * s
-    float8       x * (1/s), which the conversion rounds        code * s
+    float        x * (1/s), which the conversion rounds        code * s
 
-A code is clamped to low .. high before it gives the value. `inside` says where it did not need to be. Zero points are
-codes for "asymmetric" and for unsigned symmetric formats (there mid), values for "float_zero_point" and "half_integer".
+"float" are float8 and e2m1, the FP4 of MXFP4 and NVFP4. A code is clamped to low .. high before it gives the value.
+`inside` says where it did not need to be. Zero points are codes for "asymmetric" and for unsigned symmetric formats
+(there mid), values for "float_zero_point" and "half_integer".
 
-    x            float32, bfloat16 or float16 [R, C]; rows may be strided
+Scales of float formats that are computed may be those that microscaling formats store (`Grid.scales`), by the formulas
+of ``lowbit.numerics.scale_format``. With e = floor(log2 high), and g the global scale of a matrix:
+
+    e8m0   2^(floor(log2 max|x|) - e), within 2^-126 .. 2^127; under "symmetric_no_clipping_err" the next power of two
+           where max|x| would be half a step or more (float8: at all) beyond high
+    e4m3   e4m3(max|x| / high * g within 2^-9 .. 448) / g
+
+    x            float32, bfloat16 or float16 [R, C]; rows may be strided. `fake_quantize` takes stacks [..., R, C] too
     scale        given: float32, bfloat16 or float16 [R, ceil(C / G)]; it may be negative
     zero_point   given: int8 or uint8, or the dtype of the scale, of the same shape; None where it is always 0
-    values       [R, C], contiguous, in a dtype of those of x; rounded once, from float32
+    global_scale g, with e4m3 scales: float32 [M], one for each R / M rows
+    values       [R, C], contiguous, in a dtype of those of x; rounded once, from float32. Those of x that lies
+                 transposed in memory, as experts [E, K, N] that are rounded along K, lie so too
     inside       uint8 [R, ceil(C / G), ceil(G / 8)]: bit e % 8 of byte e // 8 belongs to element e of the block
 
 Every float32 operation is rounded once, and sums of products run in float64, where the product is exact. So values and
@@ -48,12 +58,26 @@ element once. It reads longer blocks twice. On a CPU, PyTorch's operations run.
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit_kernels.elementwise import fake_quantize_descent_triton, fake_quantize_triton
-from lowbit_kernels.elementwise.grid import CODE, FORMATS, MAPPINGS, NO_ZERO, VALUE, Grid
+from lowbit_kernels.elementwise import (
+    fake_quantize_descent_triton,
+    fake_quantize_triton,
+    fake_quantize_turned_triton,
+)
+from lowbit_kernels.elementwise.grid import (
+    CODE,
+    E4M3,
+    E8M0,
+    FORMATS,
+    NO_ZERO,
+    VALUE,
+    Grid,
+)
 from lowbit_kernels.quantize.quantize_rowcol_triton import takes
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
@@ -73,10 +97,14 @@ _ZERO_POINT = "int8|uint8|float [R, -(-C // max(group_size, 1))]"
 @op(
     "_results(x, group_size, dtype, inside)",
     planned=True,
-    x=_X,
-    scale=_SCALE,
-    zero_point=_ZERO_POINT,
-    rules={"_check_grid(Grid.named(grid_name), scale, zero_point, group_size)": ""},
+    x="float [..., R, C]; a row is x.unsqueeze(0)",
+    scale="float [..., R, -(-C // max(group_size, 1))]",
+    zero_point="int8|uint8|float [..., R, -(-C // max(group_size, 1))]",
+    global_scale="float32 [M]",
+    rules={
+        "Grid.named(grid_name).check(scale, zero_point, group_size)": "",
+        "Grid.named(grid_name).check_global_scale(scale, global_scale, x.shape[:-1].numel())": "",
+    },
     scale_dtype="float",
     dtype="float",
 )
@@ -91,6 +119,7 @@ def fake_quantize(
     dtype: torch.dtype,
     inside: bool = False,
     after: Tensor | None = None,
+    global_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """values and inside; shapes, dtypes and the formula are in the module's docstring.
 
@@ -104,19 +133,24 @@ def fake_quantize(
         inside: whether to write `inside`; otherwise it is empty.
         after: not read. Given the gradient, it makes torch.compile compute the values again in the backward pass. The
             values of the forward pass are then not kept until there.
+        global_scale: [M], for a grid of e4m3 scales that are computed.
 
     Raises:
         TypeError: a dtype other than those above.
-        ValueError: an unknown mapping or format, or shapes that do not fit each other.
+        ValueError: an unknown mapping, format or kind of scales, or shapes that do not fit each other.
     """
     # Divisions through float64 give the quotients of float32.
     grid = Grid.named(grid_name)
-    blocks = _blocks(x, group_size)
+    blocks = _blocks(x.flatten(0, -2), group_size)
     if scale is None:
-        scale, zero_point = _parameters(blocks, grid, scale_dtype)
+        scale, zero_point = _parameters(blocks, grid, scale_dtype, global_scale)
+    else:
+        scale = scale.flatten(0, -2)
+        zero_point = None if zero_point is None else zero_point.flatten(0, -2)
     _, kept, values = _rounded_blocks(blocks, scale, zero_point, grid)
-    values = values.flatten(1)[:, : x.shape[1]].to(dtype).contiguous()
-    return values, _packed(kept) if inside else x.new_empty(0, dtype=torch.uint8)
+    out, bits = _results(x, group_size, dtype, inside)
+    out.copy_(values.flatten(1)[:, : x.shape[-1]].reshape(x.shape))
+    return out, bits.copy_(_packed(kept).view(bits.shape)) if inside else bits
 
 
 reference = fake_quantize.reference
@@ -127,8 +161,8 @@ reference = fake_quantize.reference
     planned=True,
     x=_X,
     rules={
-        "_check_grid(Grid.named(grid_name), None, None, group_size)": "",
-        "_check_codes(Grid.named(grid_name), code_dtype, clips)": "",
+        "Grid.named(grid_name).check(None, None, group_size)": "",
+        "Grid.named(grid_name).check_codes(code_dtype, clips)": "",
     },
     scale_dtype="float",
 )
@@ -172,7 +206,7 @@ def fake_quantize_codes(
     x=_X,
     scale=_SCALE,
     zero_point=_ZERO_POINT,
-    rules={"_check_grid(Grid.named(grid_name), scale, zero_point, group_size)": ""},
+    rules={"Grid.named(grid_name).check(scale, zero_point, group_size)": ""},
 )
 def fake_quantize_gradients(
     grad: Tensor,
@@ -216,7 +250,7 @@ _PARAMETER = "float32 [R, -(-C // max(group_size, 1))]; contiguous"
     zero=_PARAMETER,
     unit=_PARAMETER,
     rules={
-        "_check_learned(Grid.named(grid_name), scale, zero, group_size)": "",
+        "Grid.named(grid_name).check_learned(scale, zero, group_size)": "",
         "all(t is None or t.is_contiguous() for t in (x, scale, zero, unit))": "x, scale, zero and unit are contiguous",
     },
     scale_dtype="float",
@@ -312,10 +346,19 @@ def _divided(x: Tensor, divisor: float | Tensor) -> Tensor:
 
 
 def _parameters(
-    blocks: Tensor, grid: Grid, scale_dtype: torch.dtype
+    blocks: Tensor, grid: Grid, scale_dtype: torch.dtype, global_scale: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     low, high, mid = grid.low, grid.high, grid.mid
     least, most = blocks.amin(-1).clamp(max=0.0), blocks.amax(-1).clamp(min=0.0)
+    if grid.scales == E8M0:
+        return _power_of_two(torch.maximum(-least, most), grid), None
+    if grid.scales == E4M3:
+        assert global_scale is not None
+        of_row = global_scale.repeat_interleave(
+            blocks.shape[0] // max(len(global_scale), 1)
+        ).unsqueeze(-1)
+        wanted = (_divided(torch.maximum(-least, most), high) * of_row).clamp(2.0**-9, 448.0)
+        return _divided(wanted.to(torch.float8_e4m3fn).float(), of_row), None
     if grid.mapping in ("symmetric", "half_integer"):
         scale = _divided(torch.maximum(-least, most), (high - low) / 2)
     elif grid.mapping == "symmetric_no_clipping_err":
@@ -337,6 +380,24 @@ def _parameters(
     return scale, None
 
 
+def _power_of_two(largest: Tensor, grid: Grid) -> Tensor:
+    bits, mantissa_bits = largest.view(torch.int32), 0x7FFFFF
+    exponent = (bits >> 23) - (math.frexp(grid.high)[1] - 1)
+    if grid.mapping == "symmetric_no_clipping_err":
+        end = 0x600000  # the mantissa of 7, of 448 and of 57,344
+        mantissa = bits & mantissa_bits
+        exponent = exponent + (mantissa >= end if grid.float_bits == 4 else mantissa > end)
+    found = (exponent.clamp(1, 254) << 23).view(torch.float32)
+    return torch.where(largest.isfinite(), found, torch.nan)
+
+
+def _nearest_e2m1(x: Tensor) -> Tensor:
+    """Steps are 1/2 up to 2, 1 up to 4, and 2 up to 6; NaN stays."""
+    magnitude = x.abs()
+    step = torch.where(magnitude < 2, 0.5, torch.where(magnitude < 4, 1.0, 2.0))
+    return ((magnitude / step).round() * step).copysign(x)
+
+
 def _rounded_blocks(
     x: Tensor, scale: Tensor, zero_point: Tensor | None, grid: Grid
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -345,9 +406,10 @@ def _rounded_blocks(
     s = scale.float().unsqueeze(-1)
     z = None if zero_point is None else zero_point.unsqueeze(-1)
     inverse = _divided(torch.ones_like(s), s)
-    if grid.is_float8:
+    if grid.float_bits:
         codes = x * inverse
-        own = codes.clamp(low, high).to(FORMATS[grid.format]).float()
+        own = codes.clamp(low, high)
+        own = _nearest_e2m1(own) if grid.format == "e2m1" else own.to(FORMATS[grid.format]).float()
     elif grid.zero == VALUE:
         assert z is not None
         start = (s.double() * (low - mid) + z.double()).float()
@@ -376,19 +438,22 @@ def _smallest(scale_dtype: torch.dtype) -> float:
 
 
 def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
-    """`inside` as bool [R, C], by PyTorch operations, which torch.compile fuses with those that follow."""
+    """`inside` as bool [..., R, C], by PyTorch operations, which torch.compile fuses with those that follow."""
     shifts = torch.arange(8, dtype=torch.uint8, device=inside.device)
     bits = (inside.unsqueeze(-1) >> shifts) & 1
-    return bits.flatten(-2)[..., :group_size].flatten(1)[:, :columns] != 0
+    return bits.flatten(-2)[..., :group_size].flatten(-2)[..., :columns] != 0
 
 
 def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
-    """`grad` [R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations fuse
-    with it. While autograd traces such a graph's backward pass, only the class of the tensors shows it."""
+    """`grad` [..., R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations
+    fuse with it. While autograd traces such a graph's backward pass, only the class of the tensors shows it."""
     traced = torch.compiler.is_compiling() or type(grad) is not Tensor
     if traced or not (grad.numel() and runs_on(grad.device)):
-        return torch.where(unpack_inside(inside, group_size, grad.shape[1]), grad, 0.0)
-    return fake_quantize_triton.zero_outside(grad, inside, group_size)
+        return torch.where(unpack_inside(inside, group_size, grad.shape[-1]), grad, 0.0)
+    if not inside.is_contiguous():
+        return fake_quantize_turned_triton.zero_outside(grad, inside, group_size)
+    flat = grad.reshape(-1, grad.shape[-1])
+    return fake_quantize_triton.zero_outside(flat, inside, group_size).view(grad.shape)
 
 
 # ---- the ops -------------------------------------------------------------------------------------------------------
@@ -397,19 +462,21 @@ def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
 def _runs_triton(x: Tensor, grid: Grid, group_size: int) -> bool:
     if not (x.numel() and runs_on(x.device)):
         return False
-    total = x.shape[0] * -(-x.shape[1] // group_size)
-    return total < MOST_BLOCKS and (not grid.is_float8 or takes(grid.format, x.device))
+    total = x.shape[:-1].numel() * -(-x.shape[-1] // group_size)
+    return total < MOST_BLOCKS and (grid.float_bits != 8 or takes(grid.format, x.device))
 
 
 @fake_quantize.kernel
 def _launch(
-    x, scale, zero_point, group_size, grid_name, scale_dtype, dtype, inside, after
+    x, scale, zero_point, group_size, grid_name, scale_dtype, dtype, inside, after, global_scale
 ) -> tuple[Tensor, Tensor] | None:
-    grid, smallest = Grid.named(grid_name), _smallest(scale_dtype)
+    grid = Grid.named(grid_name)
     if _runs_triton(x, grid, group_size):
         ran("fake_quantize", "triton")
-        arguments = (scale_dtype, dtype, inside, smallest)
-        return fake_quantize_triton.quantize(x, scale, zero_point, group_size, grid, *arguments)
+        arguments = (scale_dtype, dtype, inside, global_scale)
+        turned = fake_quantize_turned_triton.takes(x, group_size)
+        launch = fake_quantize_turned_triton if turned else fake_quantize_triton
+        return launch.quantize(x, scale, zero_point, group_size, grid, *arguments)
     if x.numel():
         return None
     ran("fake_quantize", "torch")
@@ -417,9 +484,12 @@ def _launch(
 
 
 def _results(x: Tensor, group_size: int, dtype: torch.dtype, inside: bool) -> tuple[Tensor, Tensor]:
-    rows, columns = x.shape
-    shape = (rows, -(-columns // group_size), -(-group_size // 8)) if inside else (0,)
-    return x.new_empty((rows, columns), dtype=dtype), x.new_empty(shape, dtype=torch.uint8)
+    if fake_quantize_turned_triton.takes(x, group_size):
+        return fake_quantize_turned_triton.results(x, group_size, dtype, inside)
+    blocks = (*x.shape[:-1], -(-x.shape[-1] // group_size), -(-group_size // 8))
+    return x.new_empty(x.shape, dtype=dtype), x.new_empty(
+        blocks if inside else 0, dtype=torch.uint8
+    )
 
 
 @fake_quantize_gradients.kernel
@@ -485,9 +555,7 @@ def _launch_codes(
     dtypes = scale_dtype, code_dtype, _zero_dtype(grid, scale_dtype)
     if _runs_triton(x, grid, group_size):
         ran("fake_quantize_codes", "triton")
-        return fake_quantize_triton.codes(
-            x, group_size, grid, *dtypes, int(clips), _smallest(scale_dtype)
-        )
+        return fake_quantize_triton.codes(x, group_size, grid, *dtypes, int(clips))
     if x.numel():
         return None
     ran("fake_quantize_codes", "torch")
@@ -510,41 +578,3 @@ def _results_of_codes(
 def _zero_dtype(grid: Grid, scale_dtype: torch.dtype) -> torch.dtype | None:
     """The dtype of the grid's zero points; None where it has none."""
     return {NO_ZERO: None, CODE: FORMATS[grid.format], VALUE: scale_dtype}[grid.zero]
-
-
-def _check_codes(grid: Grid, code_dtype: torch.dtype, clips: bool) -> None:
-    if grid.is_float8:
-        raise ValueError(f'fake_quantize_codes takes "int8" or "uint8", got {grid.format!r}')
-    if code_dtype not in (torch.int8, torch.uint8, torch.int16):
-        raise TypeError(f"codes are int8, uint8 or int16, got {code_dtype}")
-    limits = torch.iinfo(code_dtype)
-    if grid.low - clips < limits.min or grid.high + clips > limits.max:
-        raise ValueError(
-            f"codes of {grid.low:g} to {grid.high:g}{', and one step beyond,' if clips else ''} do not fit into "
-            f"{code_dtype}; take torch.int16"
-        )
-
-
-def _check_learned(grid: Grid, scale: Tensor, zero: Tensor | None, group_size: int) -> None:
-    _check_grid(grid, None, None, group_size)
-    if grid.is_float8:
-        raise ValueError(f"fake_quantize_descent takes a grid of integers, got {grid.format!r}")
-    if (grid.mapping in ("asymmetric", "float_zero_point")) != (zero is not None):
-        takes = "no zero" if zero is not None else "zero beside its scale"
-        raise ValueError(f"{grid.mapping} {grid.format} takes {takes}")
-
-
-def _check_grid(
-    grid: Grid, scale: Tensor | None, zero_point: Tensor | None, group_size: int
-) -> None:
-    if grid.mapping not in MAPPINGS:
-        raise ValueError(f"mapping must be one of {', '.join(MAPPINGS)}, got {grid.mapping!r}")
-    if grid.format not in FORMATS:
-        raise ValueError(f"format must be one of {', '.join(FORMATS)}, got {grid.format!r}")
-    if grid.is_float8 and grid.mapping != "symmetric":
-        raise ValueError(f'float8 takes the mapping "symmetric", got {grid.mapping!r}')
-    if group_size < 1:
-        raise ValueError(f"group_size must be 1 or more elements, got {group_size}")
-    if scale is not None and (grid.zero == NO_ZERO) != (zero_point is None):
-        takes = "no zero_point" if grid.zero == NO_ZERO else "a zero_point beside its scale"
-        raise ValueError(f"{grid.mapping} {grid.format} takes {takes}")

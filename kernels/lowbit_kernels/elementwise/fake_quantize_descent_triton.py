@@ -96,7 +96,7 @@ def _descend(
         values = tl.load(x + at, mask=mask, other=0)
         at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
         g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
-        _, inside, own, value = _round(values, s, z, ZERO, False, LOW, HIGH, MID, 0.0)
+        _, inside, own, value = _round(values, s, z, ZERO, 0, LOW, HIGH, MID, 0.0)
         factor = tl.where(inside, (value - values) / s[:, None], own - CODE_OF_Z)
         scale_sums += g * factor
         zero_sums += tl.where(inside, 0.0, g)
@@ -116,9 +116,9 @@ def _descend(
         values = tl.load(x + to, mask=mask, other=0)  # again, from a cache
         at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
         g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
-        _, inside, _, _ = _round(values, s, z, ZERO, False, LOW, HIGH, MID, 0.0)
+        _, inside, _, _ = _round(values, s, z, ZERO, 0, LOW, HIGH, MID, 0.0)
         moved = values - _along(tl.where(inside, g, 0.0), step)
-        _, _, _, value = _round(moved, new_s, new_z, ZERO, False, LOW, HIGH, MID, 0.0)
+        _, _, _, value = _round(moved, new_s, new_z, ZERO, 0, LOW, HIGH, MID, 0.0)
         tl.store(x + to, moved, mask=mask)
         tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
 
@@ -147,7 +147,9 @@ def descend(
         tiling |= {"SIZE": 2048, "num_warps": 4}
     out = x.new_empty((rows, columns), dtype=stored_dtype(dtype, x.device))
     constants = {
-        name: value for name, value in _constants(grid).items() if name not in ("FLOAT8", "MARGIN")
+        name: value
+        for name, value in _constants(grid).items()
+        if name not in ("FLOAT_BITS", "MARGIN")
     }
     grad = _dense_rows(grad)
     with torch.cuda.device_of(x):

@@ -51,6 +51,58 @@ def _nearest(q, OTHERWISE: tl.constexpr):
 
 
 @jit
+def _rounded_to_e2m1(q):
+    """q within -6 .. 6: beside 1.5 * 2**22 times a power of two, float32 holds multiples of half of it. NaN stays."""
+    magnitude = tl.minimum(tl.abs(q), 6.0, propagate_nan=tl.PropagateNan.ALL)
+    power = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
+    power = tl.maximum(power + 0xB400000, 0x4AC00000).to(tl.float32, bitcast=True)
+    rounded = ((magnitude + power) - power).to(tl.int32, bitcast=True)
+    sign = q.to(tl.int32, bitcast=True) & -0x80000000
+    return (rounded | sign).to(tl.float32, bitcast=True)
+
+
+@jit
+def _ends(x, MAGNITUDE: tl.constexpr):
+    """`extremes`, or the bits of all magnitudes twice."""
+    if MAGNITUDE:
+        low = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        high = low
+    else:
+        low, high = extremes(x)
+    return low, high
+
+
+@jit
+def _stored(
+    largest,  # bits of the largest magnitudes; those of NaN are the largest
+    global_scale,
+    matrix,  # of each block
+    exists,
+    MAPPING: tl.constexpr,
+    SCALES: tl.constexpr,
+    HIGH: tl.constexpr,
+):
+    """Scales of microscaled formats, and what stands for their zero points."""
+    if SCALES == "e8m0":
+        EXPONENT: tl.constexpr = 2 if HIGH == 6.0 else 8 if HIGH == 448.0 else 15
+        exponent = (largest >> 23) - EXPONENT
+        if MAPPING == "symmetric_no_clipping_err":
+            # the mantissa of 7, and the one after that of 448 and of 57,344
+            END: tl.constexpr = 0x600000 if HIGH == 6.0 else 0x600001
+            exponent += ((largest & 0x7FFFFF) >= END).to(tl.int32)
+        exponent = tl.minimum(tl.maximum(exponent, 1), 254)
+        s = (exponent << 23).to(tl.float32, bitcast=True)
+        s = tl.where(largest >= 0x7F800000, float("nan"), s)
+    else:
+        whole = tl.load(global_scale + matrix, mask=exists, other=1)
+        wanted = _divide(largest.to(tl.float32, bitcast=True), HIGH) * whole
+        stored = tl.minimum(tl.maximum(wanted, 0.001953125), 448.0)
+        stored = rounded_to_float8(stored, stored, False, 448.0)
+        s = tl.div_rn(tl.where(wanted == wanted, stored, wanted), whole)
+    return s, s
+
+
+@jit
 def _chosen(
     low_bits,
     high_bits,
@@ -58,7 +110,6 @@ def _chosen(
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     MID: tl.constexpr,
-    LEAST: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
 ):
     """Scale and zero point, both float32, from the bits of the extremes."""
@@ -72,6 +123,7 @@ def _chosen(
         span = positive + negative
         apart = _divide(positive, HIGH - LOW) + _divide(negative, HIGH - LOW)
         s = tl.where(span == float("inf"), apart, _divide(span, HIGH - LOW))
+    LEAST: tl.constexpr = 2.0**-24 if SCALE_DTYPE == 2 else 2.0**-126
     s = _to_dtype(tl.maximum(s, LEAST), SCALE_DTYPE)
     s = tl.where(tl.maximum(low_bits, high_bits) > 0x7F800000, float("nan"), s)
     if MAPPING == "asymmetric":
@@ -94,7 +146,7 @@ def _round(
     scale,  # [blocks]
     zero,
     ZERO: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT_BITS: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     MID: tl.constexpr,
@@ -103,10 +155,14 @@ def _round(
     """Codes before the clamp (those far outside: nearer), where they are inside, codes after it, and values."""
     s, z = scale[:, None], zero[:, None]
     inverse = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)[:, None]
-    if FLOAT8:
+    if FLOAT_BITS != 0:
         code = x * inverse
-        own = rounded_to_float8(tl.minimum(tl.maximum(code, LOW), HIGH), code, False, HIGH)
-        own = tl.where(code == code, own, code)
+        if FLOAT_BITS == 4:
+            own = _rounded_to_e2m1(code)
+        else:
+            own = tl.minimum(tl.maximum(code, LOW), HIGH)
+            own = rounded_to_float8(own, code, False, HIGH)
+            own = tl.where(code == code, own, code)
         value = own * s
     elif ZERO == 2:
         wide_s, wide_z = s.to(tl.float64), z.to(tl.float64)
@@ -142,6 +198,13 @@ def _tile(row, group, exists, start, columns, stride, GROUP: tl.constexpr, SIZE:
 
 
 @jit
+def _loaded(x, row, group, exists, start, columns, stride, GROUP: tl.constexpr, SIZE: tl.constexpr):
+    """These elements, float32, and 0 where there are none."""
+    at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+    return tl.load(x + at, mask=mask, other=0).to(tl.float32)
+
+
+@jit
 def _given(scale, zero, block, exists, ZERO: tl.constexpr):
     s = tl.load(scale + block, mask=exists, other=1).to(tl.float32)
     z = s * 0
@@ -171,24 +234,24 @@ def _store_bits(
 
 
 @jit
-def _extremes_of(
+def _ends_of(
     x,
     row,
     group,
     exists,
     columns,
     stride,
+    MAGNITUDE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """`extremes` of blocks that are read in parts."""
+    """`_ends` of blocks that are read in parts."""
     low = tl.zeros((BLOCKS, SIZE), tl.int32)
     high = tl.zeros((BLOCKS, SIZE), tl.int32)
     for start in tl.range(0, GROUP, SIZE):
-        at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
-        found = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-        negative, positive = extremes(found)
+        found = _loaded(x, row, group, exists, start, columns, stride, GROUP, SIZE)
+        negative, positive = _ends(found, MAGNITUDE)
         low = tl.maximum(low, negative)
         high = tl.maximum(high, positive)
     return low, high
@@ -208,25 +271,28 @@ def _forward(
     x,
     scale,  # read if GIVEN, written if CODES
     zero,  # the same, unused unless ZERO
+    global_scale,  # unused unless SCALES is "e4m3"
     out,  # values; codes before the clamp if CODES
     bits,  # unused unless INSIDE
     columns,
     groups,  # of a row
     total,  # blocks
     stride,  # of a row of x
+    matrix,  # blocks for which `global_scale` has a number
     GIVEN: tl.constexpr,
     CODES: tl.constexpr,
     INSIDE: tl.constexpr,
     MAPPING: tl.constexpr,
     ZERO: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT_BITS: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     MID: tl.constexpr,
     MARGIN: tl.constexpr,
     BEYOND: tl.constexpr,  # steps that codes may lie beyond the range
-    LEAST: tl.constexpr,
     SCALE_DTYPE: tl.constexpr,
+    SCALES: tl.constexpr,
+    MAGNITUDE: tl.constexpr,  # scales depend on the largest magnitude alone
     GROUP: tl.constexpr,
     BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
@@ -234,30 +300,31 @@ def _forward(
 ):
     block, row, group, exists = _place(groups, total, BLOCKS)
     if KEPT:
-        at, mask = _tile(row, group, exists, 0, columns, stride, GROUP, SIZE)
-        values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
+        values = _loaded(x, row, group, exists, 0, columns, stride, GROUP, SIZE)
     if GIVEN:
         s, z = _given(scale, zero, block, exists, ZERO)
     else:
         if KEPT:
-            low, high = extremes(values)
+            low, high = _ends(values, MAGNITUDE)
         else:
-            low, high = _extremes_of(x, row, group, exists, columns, stride, GROUP, BLOCKS, SIZE)
+            low, high = _ends_of(
+                x, row, group, exists, columns, stride, MAGNITUDE, GROUP, BLOCKS, SIZE
+            )
         low, high = tl.max(low, 1), tl.max(high, 1)
-        s, z = _chosen(low, high, MAPPING, LOW, HIGH, MID, LEAST, SCALE_DTYPE)
+        if SCALES == "float":
+            s, z = _chosen(low, high, MAPPING, LOW, HIGH, MID, SCALE_DTYPE)
+        else:
+            s, z = _stored(high, global_scale, block // matrix, exists, MAPPING, SCALES, HIGH)
     if CODES:
         _store_parameters(scale, zero, s, z, block, exists, ZERO)
     for start in tl.range(0, GROUP, SIZE):
         to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
         if not KEPT:
-            at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
-            values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-        code, inside, _, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+            values = _loaded(x, row, group, exists, start, columns, stride, GROUP, SIZE)
+        code, inside, _, value = _round(values, s, z, ZERO, FLOAT_BITS, LOW, HIGH, MID, MARGIN)
         if CODES:
-            kept = tl.minimum(tl.maximum(code, LOW - BEYOND), HIGH + BEYOND).to(tl.int32)
-            tl.store(out + to, kept.to(out.dtype.element_ty), mask=mask)
-        else:
-            tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
+            value = tl.minimum(tl.maximum(code, LOW - BEYOND), HIGH + BEYOND).to(tl.int32)
+        tl.store(out + to, value.to(out.dtype.element_ty), mask=mask)
         if INSIDE:
             _store_bits(bits, inside & mask, block, exists, start, GROUP, BLOCKS, SIZE)
 
@@ -274,11 +341,11 @@ def _gradients(
     columns,
     groups,
     total,
-    grad_stride,
     stride,
+    grad_stride,
     CODE_OF_Z: tl.constexpr,
     ZERO: tl.constexpr,
-    FLOAT8: tl.constexpr,
+    FLOAT_BITS: tl.constexpr,
     LOW: tl.constexpr,
     HIGH: tl.constexpr,
     MID: tl.constexpr,
@@ -292,11 +359,9 @@ def _gradients(
     of_scale = tl.zeros((BLOCKS, SIZE), tl.float32)
     of_zero = tl.zeros((BLOCKS, SIZE), tl.float32)
     for start in tl.range(0, GROUP, SIZE):
-        at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
-        values = tl.load(x + at, mask=mask, other=0).to(tl.float32)
-        at, mask = _tile(row, group, exists, start, columns, grad_stride, GROUP, SIZE)
-        g = tl.load(grad + at, mask=mask, other=0).to(tl.float32)
-        _, inside, own, value = _round(values, s, z, ZERO, FLOAT8, LOW, HIGH, MID, MARGIN)
+        values = _loaded(x, row, group, exists, start, columns, stride, GROUP, SIZE)
+        g = _loaded(grad, row, group, exists, start, columns, grad_stride, GROUP, SIZE)
+        _, inside, own, value = _round(values, s, z, ZERO, FLOAT_BITS, LOW, HIGH, MID, MARGIN)
         distance = (value - values) / s[:, None]
         of_scale += g * tl.where(inside, distance, own - CODE_OF_Z)
         of_zero += tl.where(inside, 0.0, g)
@@ -308,26 +373,38 @@ def _gradients(
 
 
 @jit
+def _kept_bits(
+    bits, block, exists, start, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr
+):
+    """Whether elements of these blocks, from `start` on, are inside [BLOCKS, SIZE]."""
+    BYTES: tl.constexpr = (GROUP + 7) // 8
+    byte = start // 8 + tl.arange(0, SIZE // 8)
+    place = block.to(tl.int64)[:, None] * BYTES + byte[None, :]
+    found = tl.load(bits + place, mask=exists[:, None] & (byte < BYTES)[None, :], other=0)
+    each = (found.to(tl.int32)[:, :, None] >> tl.arange(0, 8)[None, None, :]) & 1
+    return tl.reshape(each, (BLOCKS, SIZE)) != 0
+
+
+@jit
 def _zero_outside(
     grad,
-    inside,
+    bits,
     out,
     columns,
-    chunks,  # programs of a row
-    stride,  # of a row of grad
     groups,
-    bytes,  # of a block
+    total,
+    stride,  # of a row of grad
     GROUP: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    SIZE: tl.constexpr,
 ):
-    row = (tl.program_id(0) // chunks).to(tl.int64)
-    column = tl.program_id(0) % chunks * BLOCK + tl.arange(0, BLOCK)
-    mask = column < columns
-    element = column % GROUP
-    byte = (row * groups + column // GROUP) * bytes + element // 8
-    bit = (tl.load(inside + byte, mask=mask, other=0).to(tl.int32) >> (element % 8)) & 1
-    g = tl.load(grad + row * stride + column, mask=mask & (bit == 1), other=0)
-    tl.store(out + row * columns + column, g, mask=mask)
+    block, row, group, exists = _place(groups, total, BLOCKS)
+    for start in tl.range(0, GROUP, SIZE):
+        kept = _kept_bits(bits, block, exists, start, GROUP, BLOCKS, SIZE)
+        at, mask = _tile(row, group, exists, start, columns, stride, GROUP, SIZE)
+        g = tl.load(grad + at, mask=mask, other=0)
+        to, mask = _tile(row, group, exists, start, columns, columns, GROUP, SIZE)
+        tl.store(out + to, tl.where(kept, g, 0.0).to(out.dtype.element_ty), mask=mask)
 
 
 def _tiling(columns: int, group_size: int, total: int) -> dict[str, int]:
@@ -344,12 +421,21 @@ def _tiling(columns: int, group_size: int, total: int) -> dict[str, int]:
 def _constants(grid: Grid) -> dict[str, Any]:
     return {
         "ZERO": grid.zero,
-        "FLOAT8": grid.is_float8,
+        "FLOAT_BITS": grid.float_bits,
         "LOW": float(grid.low),
         "HIGH": float(grid.high),
         "MID": float(grid.mid),
         "MARGIN": grid.limits[1] - grid.high,
     }
+
+
+def _rows_of_blocks(group_size: int, *tensors: Tensor) -> tuple[int, ...]:
+    """Columns, blocks of a row, and the strides of rows. Dense rows of whole blocks are rows of one block each, so that
+    the kernel divides no number of a block."""
+    columns = tensors[0].shape[1]
+    if columns % group_size == 0 and all(t.is_contiguous() for t in tensors):
+        return group_size, 1, *(group_size for _ in tensors)
+    return columns, -(-columns // group_size), *(t.stride(0) for t in tensors)
 
 
 def _dense_rows(x: Tensor) -> Tensor:
@@ -371,21 +457,26 @@ def _launch_forward(
     scale_dtype: torch.dtype,
     flags: dict[str, Any],
 ) -> None:
-    """Launch `_forward` for `op`; `tensors`: x, scale, zero, out and bits as the kernel takes them."""
+    """Launch `_forward` for `op`; `tensors`: x, scale, zero, global_scale, out and bits as the kernel takes them."""
     x, groups = tensors[0], -(-tensors[0].shape[1] // group_size)
     rows, columns = x.shape
-    tiling = _tiling(columns, group_size, rows * groups)
+    total = rows * groups
+    matrix = rows // max(tensors[3].shape[0], 1) * groups if grid.scales == "e4m3" else 1
+    columns, groups, stride = _rows_of_blocks(group_size, x)
+    tiling = _tiling(columns, group_size, total)
     launch(
         op,
         operands,
         results,
         _forward,
-        triton.cdiv(rows * groups, tiling["BLOCKS"]),
-        (*tensors, columns, groups, rows * groups, x.stride(0)),
+        triton.cdiv(total, tiling["BLOCKS"]),
+        (*tensors, columns, groups, total, stride, matrix),
         {
             **flags,
             "MAPPING": grid.mapping,
             "SCALE_DTYPE": FLOATS.index(scale_dtype),
+            "SCALES": grid.scales,
+            "MAGNITUDE": grid.finds_magnitudes,
             "GROUP": group_size,
             "KEPT": tiling["SIZE"] >= min(group_size, columns),
             **_constants(grid),
@@ -395,28 +486,28 @@ def _launch_forward(
 
 
 def quantize(
-    x, scale, zero_point, group_size, grid, scale_dtype, dtype, inside, least
+    x, scale, zero_point, group_size, grid, scale_dtype, dtype, inside, global_scale
 ) -> tuple[Tensor, Tensor]:
-    """``lowbit::fake_quantize``; the arguments have been checked, R and C are > 0. `least`: the smallest scale."""
-    operands = x, scale, zero_point, None
-    x = _dense_rows(x)
-    rows, columns = x.shape
-    out = x.new_empty((rows, columns), dtype=stored_dtype(dtype, x.device))
-    shape = (rows, -(-columns // group_size), -(-group_size // 8)) if inside else (0,)
-    bits = x.new_empty(shape, dtype=torch.uint8)
+    """``lowbit::fake_quantize``; the arguments have been checked, R and C are > 0."""
+    operands, shape = (x, scale, zero_point, None, global_scale), x.shape
+    x = _dense_rows(x if x.ndim == 2 else x.reshape(-1, shape[-1]))
+    out = x.new_empty(shape, dtype=stored_dtype(dtype, x.device))
+    blocks = (*shape[:-1], -(-shape[-1] // group_size), -(-group_size // 8))
+    bits = x.new_empty(blocks if inside else (0,), dtype=torch.uint8)
     scales = x if scale is None else _as_read(scale.contiguous())
     zeros = x if zero_point is None else _as_read(zero_point.contiguous())
     flags: dict[str, Any] = {"GIVEN": scale is not None, "CODES": False, "INSIDE": inside}
-    flags |= {"BEYOND": 0, "LEAST": least}
-    tensors, how = (x, scales, zeros, out, bits), (group_size, grid, scale_dtype, flags)
+    flags["BEYOND"] = 0
+    own = x if global_scale is None else global_scale.contiguous()
+    tensors, how = (x, scales, zeros, own, out, bits), (group_size, grid, scale_dtype, flags)
     _launch_forward("fake_quantize", operands, (out, bits), tensors, *how)
     return out.to(dtype), bits
 
 
 def codes(
-    x, group_size, grid, scale_dtype, code_dtype, zero_dtype, beyond, least
+    x, group_size, grid, scale_dtype, code_dtype, zero_dtype, beyond
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``lowbit::fake_quantize_codes``; the arguments have been checked, R and C are > 0. `least`: the smallest scale.
+    """``lowbit::fake_quantize_codes``; the arguments have been checked, R and C are > 0.
     `zero_dtype`: None where the grid has no zero points."""
     operand, x = x, _dense_rows(x)
     rows, columns = x.shape
@@ -426,8 +517,8 @@ def codes(
     kind = torch.int8 if zero_dtype is None else stored_dtype(zero_dtype, x.device)
     zero = x.new_empty((0,) if zero_dtype is None else blocks, dtype=kind)
     flags: dict[str, Any] = {"GIVEN": False, "CODES": True, "INSIDE": False}
-    flags |= {"BEYOND": beyond, "LEAST": least}
-    tensors, how = (x, scale, zero, out, out), (group_size, grid, scale_dtype, flags)
+    flags["BEYOND"] = beyond
+    tensors, how = (x, scale, zero, x, out, out), (group_size, grid, scale_dtype, flags)
     _launch_forward("fake_quantize_codes", (operand,), (out, scale, zero), tensors, *how)
     return out, scale.to(scale_dtype), zero if zero_dtype is None else zero.to(zero_dtype)
 
@@ -445,7 +536,9 @@ def gradients(
     fits = in_place and grad.is_contiguous() and stored is dtype
     grad_x = grad if fits else grad.new_empty((rows, columns), dtype=stored)
     sums = [x.new_empty((rows, groups), dtype=torch.float32) for _ in range(2)]
-    tiling = _tiling(columns, group_size, rows * groups)
+    total = rows * groups
+    columns, groups, *strides = _rows_of_blocks(group_size, x, grad)
+    tiling = _tiling(columns, group_size, total)
     if tiling["SIZE"] > 2048:  # it reads each element once, however long the block is
         tiling |= {"SIZE": 2048, "num_warps": 4}
     scale = _as_read(scale.contiguous())
@@ -455,11 +548,8 @@ def gradients(
         operands,
         (grad_x, *sums),
         _gradients,
-        triton.cdiv(rows * groups, tiling["BLOCKS"]),
-        (
-            *(grad, x, scale, zeros, grad_x, *sums),
-            *(columns, groups, rows * groups, grad.stride(0), x.stride(0)),
-        ),
+        triton.cdiv(total, tiling["BLOCKS"]),
+        (*(grad, x, scale, zeros, grad_x, *sums), *(columns, groups, total, *strides)),
         {
             "CODE_OF_Z": float(grid.code_of_z),
             "GROUP": group_size,
@@ -475,13 +565,13 @@ def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
     grad = grad if grad.stride(1) == 1 else grad.contiguous()
     rows, columns = grad.shape
     out = grad.new_empty((rows, columns))
-    block = min(1024, triton.next_power_of_2(columns))
-    chunks = triton.cdiv(columns, block)
+    total = rows * inside.shape[-2]
+    columns, groups, stride = _rows_of_blocks(group_size, grad)
+    tiling = _tiling(columns, group_size, total)
+    if tiling["SIZE"] > 2048:
+        tiling |= {"SIZE": 2048, "num_warps": 4}
     with torch.cuda.device_of(grad):
-        _zero_outside[(rows * chunks,)](
-            *(grad, inside, out, columns, chunks, grad.stride(0), *inside.shape[1:]),
-            GROUP=group_size,
-            BLOCK=block,
-            num_warps=4,
+        _zero_outside[(triton.cdiv(total, tiling["BLOCKS"]),)](
+            *(grad, inside, out, columns, groups, total, stride), GROUP=group_size, **tiling
         )
     return out
