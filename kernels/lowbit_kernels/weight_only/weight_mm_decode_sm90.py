@@ -99,6 +99,8 @@ class DecodeVariant:
     rounds: str = "NONE"
     source: str = "BF16"  # of x in memory, where it is rounded
     exact: bool = False
+    gate: str = "NONE"
+    normed: bool = False
     values: str = ""  # of a table
     unit_value: str = "1.0f"
 
@@ -365,9 +367,22 @@ def takes(operands: WeightOperands) -> bool:
         and scaling_of(operands) is not None
         and (operands.rounds is None or _can_round(operands))
         and (not operands.exact or _has_int32_sums(operands))
+        and (not operands.gate or _can_gate(operands))
         and (codes.strides[1] == 1 or codes.shape[1] == 1)
         and codes.misaligned == 0
         and (operands.n == 1 or takes_rows(codes.strides[0], codes.shape[1]))
+    )
+
+
+def _can_gate(operands: WeightOperands) -> bool:
+    """True for halves of whole tiles. Only one token's norm is computed in the kernel."""
+    is_normed = operands.gate is not None and operands.gate.eps is not None
+    parts = [t for t in (operands.scale, operands.zero_point) if t is not None]
+    return (
+        operands.n % ROWS == 0
+        and all(ROWS // 2 * operands.groups * t.dtype.itemsize % 16 == 0 for t in parts)
+        and operands.residual is operands.rounds is None
+        and not (is_normed and (operands.m > 1 or operands.k % 8 or operands.x.misaligned))
     )
 
 
@@ -420,7 +435,8 @@ def product(operands: WeightOperands) -> DecodeProduct | None:
     """The planned product; None where the device or the operands are not the kernel's."""
     if not (nvrtc.runs_on_hopper(operands.x.device) and takes(operands)):
         return None
-    chosen = planned(operands, nvrtc.multiprocessors(operands.codes.device))
+    choices = {"splits": (1,), "heights": (1,)} if operands.gate else {}
+    chosen = planned(operands, nvrtc.multiprocessors(operands.codes.device), **choices)
     return None if chosen is None else DecodeProduct(operands, chosen)
 
 
@@ -489,20 +505,23 @@ class DecodeProduct(OneLaunch):
         chunks = -(-row // chunk_bytes(format.bits))
         scaling = scaling_of(operands, plan.depth > 0) or "BY_UNIT"
         by_column = scaling == "BY_COLUMN"
-        self.plan, self.shape, self.dtype = plan, (m, n), operands.out
+        rows = ROWS * plan.height // (2 if operands.gate else 1)
+        self.plan, self.shape, self.dtype = plan, (m, n // 2 if operands.gate else n), operands.out
         self.is_ready = operands.has_aligned_scales
-        self.codes_map = (8, n, row // 8, pitch // 8, ROWS * plan.height, plan.pitch // 8)
+        self.codes_map = (8, n, row // 8, pitch // 8, rows, plan.pitch // 8)
         self.x_map = _x_map(operands, plan)
         shape = (x_stride, m, n, k, chunks, operands.groups)
         size = operands.scale.dtype.itemsize
         scale_row = operands.groups * size
-        self.sizes = (*shape, plan.pitch, plan.stages, plan.apart, plan.scale_pitch or scale_row)
+        sizes = plan.pitch, plan.stages, plan.apart, plan.scale_pitch or scale_row
+        gate, eps = operands.gate or (None, None)
+        self.sizes = (*shape, *sizes, nvrtc.float_word(eps or 0.0))
         self.scale_map = (
             8,
             n,
             scale_row // 8,
             scale_row // 8,
-            ROWS * plan.height,
+            rows,
             plan.scale_pitch // 8,
         )
         self.variant = DecodeVariant(
@@ -530,6 +549,8 @@ class DecodeProduct(OneLaunch):
             "NONE" if operands.rounds is None else ROUNDS_MACROS[operands.rounds],
             FLOAT_MACROS[operands.x.dtype],
             operands.exact,
+            "NONE" if gate is None else gate.upper(),
+            eps is not None,
             *_table_macros(format, operands.numbers),
         )
 
@@ -568,7 +589,7 @@ def source(variant: DecodeVariant) -> str:
 @nvrtc.variants
 def _kernel(variant: DecodeVariant, shared: int, device: int) -> nvrtc.Kernel:
     return _module(variant, device).kernel(
-        "decode_mm", 22, structs=3, shared=shared, cluster=variant.split, overlaps=True
+        "decode_mm", 23, structs=3, shared=shared, cluster=variant.split, overlaps=True
     )
 
 
