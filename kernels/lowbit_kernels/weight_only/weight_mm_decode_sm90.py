@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -30,6 +30,7 @@ from lowbit_kernels.weight_only.codes_format import E2M1, CodesFormat
 from lowbit_kernels.weight_only.one_launch import CODES, OUT, SCALE, OneLaunch, X
 from lowbit_kernels.weight_only.weight_lookup_sm90 import table_of
 from lowbit_kernels.weight_only.weight_mm_decode_memory import (
+    ALONE,
     BOX_BYTES,
     CHUNK,
     FEW_STAGES,
@@ -452,7 +453,7 @@ def planned(
     scaling = scaling_of(operands, by_column=not (is_nvfp4 and has_tiles))
     by_column = scaling == "BY_COLUMN"
     each = operands.scale.dtype.itemsize + (0 if zero is None else zero.dtype.itemsize)
-    return plan(
+    chosen = plan(
         *(operands.m, operands.n, operands.groups * operands.group_size, bits),
         multiprocessors,
         scale_bytes=operands.groups * each,
@@ -466,6 +467,11 @@ def planned(
         is_e2m1=macro == "E2M1",
         **choices,
     )
+    # With a residual it follows attention, whose few blocks leave multiprocessors free at different times. Two blocks
+    # on each of the first ones take 0.9 us longer.
+    if chosen is not None and chosen.resident == 2 and operands.residual is not None:
+        return replace(chosen, shared=max(chosen.shared, ALONE))
+    return chosen
 
 
 def _scale_box(operands: WeightOperands) -> tuple[int, int]:
@@ -516,14 +522,7 @@ class DecodeProduct(OneLaunch):
         sizes = plan.pitch, plan.stages, plan.apart, plan.scale_pitch or scale_row
         gate, eps = operands.gate or (None, None)
         self.sizes = (*shape, *sizes, nvrtc.float_word(eps or 0.0))
-        self.scale_map = (
-            8,
-            n,
-            scale_row // 8,
-            scale_row // 8,
-            rows,
-            plan.scale_pitch // 8,
-        )
+        self.scale_map = (8, n, *[scale_row // 8] * 2, rows, plan.scale_pitch // 8)
         self.variant = DecodeVariant(
             _codes_macro(format, operands.numbers),
             format.bits,
