@@ -76,8 +76,7 @@ def _share_product(parts: list[Any], weights: list[Any], biases: list[Any], path
     if rows is None:
         return
     tensors, bias = rows
-    shape = (sum(len(w) for w in weights), *first.shape[1:])
-    joint = first._with({**first.inner_tensors(), **tensors}, shape)
+    joint = _joined(weights, tensors)
     modules = [weakref.ref(m) for m in parts]
 
     def is_whole() -> bool:
@@ -89,6 +88,22 @@ def _share_product(parts: list[Any], weights: list[Any], biases: list[Any], path
         return found[1] is bias and all(a is b for a, b in pairs)
 
     share_product(parts, joint, bias, path, is_whole)
+
+
+def _joined(weights: list[Any], tensors: dict[str, Tensor]) -> Any:
+    """The weights as one, whose inner tensors with rows are `tensors`."""
+    first = weights[0]
+    shape = (sum(len(w) for w in weights), *first.shape[1:])
+    return first._with({**first.inner_tensors(), **tensors}, shape)
+
+
+def joint_weight(parts: list[nn.Module]) -> LowbitTensor | None:
+    """The frozen weights of these linears as one, [sum of N, K], over the same memory; None where they do not lie side
+    by side, in this order, or a linear has a bias."""
+    rows = _joint_rows(parts) if all("weight" in m._parameters for m in parts) else None
+    if rows is None or any(m._parameters.get("bias") is not None for m in parts):
+        return None
+    return _joined([m._parameters["weight"] for m in parts], rows[0])
 
 
 def _joint_rows(parts: list[Any]) -> tuple[dict[str, Tensor], Tensor | None] | None:

@@ -276,7 +276,9 @@ def trace(config: DecodeConfig, row: Row, batch: int, device: torch.device) -> l
     """
     model = build(config, device)
     convert_(model, row, config.group_size)
-    found = lowbit.trace(Step(Decoder(model, batch, config.positions)), backward=False)
+    decoder = Decoder(model, batch, config.positions)
+    decoder.joint = [None] * config.model.layers  # a product for each linear
+    found = lowbit.trace(Step(decoder), backward=False)
     products = (
         dataclasses.replace(p, layer=p.layer.removeprefix("model.")) for p in found.products
     )

@@ -19,7 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit.convert.side_by_side import joint_weight
 from lowbit.inference import linear
+from lowbit_kernels.composed.gated_linear import gated_linear
 from lowbit_kernels.decoding.argmax_rows import argmax_rows
 from lowbit_kernels.decoding.decode_attention import decode_attention
 from lowbit_kernels.decoding.gated_activation import gated_activation
@@ -84,6 +86,13 @@ def project(module: nn.Module, x_BTD: Tensor, residual_BTD: Tensor) -> Tensor:
     return module(x_BTD) + residual_BTD
 
 
+def gate_and_up(block: nn.Module) -> dict[str, Any] | None:
+    """The weights of gate and up as operands of `gated_linear`; None where they do not lie side by side."""
+    assert isinstance(block, Block)
+    weight: Any = joint_weight([block.mlp.gate, block.mlp.up])
+    return None if weight is None or weight.activation is not None else weight.op_arguments()
+
+
 def block_step(
     block: Block,
     x_BTD: Tensor,
@@ -92,6 +101,7 @@ def block_step(
     position_T: Tensor,
     keys_BKSE: Tensor,
     values_BKSE: Tensor,
+    joint: dict[str, Any] | None = None,
 ) -> Tensor:
     """One block over T new positions, which it writes to the cache: the first ones, or a single one after others.
 
@@ -105,6 +115,7 @@ def block_step(
         position_T: the T new positions, int64.
         keys_BKSE: the block's cache of keys, which the call writes.
         values_BKSE: the block's cache of values, which the call writes.
+        joint: its `gate_and_up`, for a single position.
     """
     attention, mlp, eps = block.attention, block.mlp, block.attention.config.norm_eps
     batch, new, _ = x_BTD.shape
@@ -127,6 +138,9 @@ def block_step(
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
     x_BTD = project(attention.out, mixed.transpose(1, 2).reshape(batch, new, -1), x_BTD)
     h_BTD = x_BTD if new == 1 else block.mlp_norm(x_BTD)
+    if new == 1 and joint is not None:
+        h_BTF = gated_linear(x_BTD, **joint, normed=True, eps=eps)
+        return project(mlp.down, h_BTF, x_BTD)
     gate, up = mlp.gate(h_BTD), mlp.up(h_BTD)
     h_BTF = gated_activation(gate, up, x_BTD, eps=eps) if new == 1 else F.silu(gate) * up
     return project(mlp.down, h_BTF, x_BTD)
@@ -186,6 +200,7 @@ class Decoder:
         shape = (batch, config.kv_heads, positions, config.head_dim)
         self.keys = [weight.new_zeros(shape) for _ in range(config.layers)]
         self.values = [weight.new_zeros(shape) for _ in range(config.layers)]
+        self.joint = [gate_and_up(block) for block in model.blocks]
         self.token_B1 = torch.zeros(batch, 1, dtype=torch.int64, device=weight.device)
         self.position = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self._block: Callable[..., Tensor] = block_step
@@ -201,8 +216,9 @@ class Decoder:
         """Write the token after these to `token_B1`. They are the first positions, or a single one after others."""
         model = self.model
         x_BTD, *angles = self._embed(model, tokens_BT, position_T)
-        for block, *cache in zip(model.blocks, self.keys, self.values, strict=True):
-            x_BTD = self._block(block, x_BTD, *angles, position_T, *cache)
+        each = zip(model.blocks, self.keys, self.values, self.joint, strict=True)
+        for block, *own in each:
+            x_BTD = self._block(block, x_BTD, *angles, position_T, *own)
         self._choose(model, x_BTD, self.token_B1, self.position)
 
     def _check(self, prompt_BT: Tensor, new_tokens: int) -> None:

@@ -529,6 +529,7 @@ def test_the_folded_graph_of_a_token_computes_the_forward(
         assert decoder.folded["siblings"] == layers * (1 if family in MIXTURES else 2)
         linears = sum(n for (op, _), n in calls.items() if op == "weight_linear")
         assert family in MIXTURES or linears == layers * 4
+        assert decoder.folded.get("gated_linear", 0) == (0 if family in MIXTURES else layers)
     if family == "gpt-neox":  # it has layer norms, and gates nothing
         return
     norms = {"qwen3": 4, "gemma2": 4, "gemma3": 6, "qwen3-moe": 4}.get(family, 2)
@@ -633,10 +634,10 @@ def test_a_graph_runs_without_python_and_is_captured_once() -> None:
         decoder._one(decoder._forward, Choice((), False, (), 0))
     layers = 2
     assert calls["decode_attention", "triton"] == layers
-    assert calls["gated_activation", "triton"] == layers
+    assert calls["gated_linear", "decode"] == layers
     assert calls["rms_norm", "triton"] == 2 * layers + 1
     assert calls["argmax_rows", "triton"] == 1
-    assert sum(n for (op, _), n in calls.items() if op == "weight_linear") == 4 * layers
+    assert sum(n for (op, _), n in calls.items() if op == "weight_linear") == 3 * layers
 
 
 @pytest.mark.gpu

@@ -32,7 +32,9 @@ SOURCE = "\n".join(
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 VARIANT = DecodeVariant(
     *("INT", 4, 128, "BY_UNIT", "BF16", "BF16", "BF16", "NONE"),
-    *(8, 2, 1, 1, 1, True, True, 4, False, 1, 1, True, True, "NONE", "BF16", "0x3f80", "0.5f"),
+    *(8, 2, 1, 1, 1, True, True, 4, False, 1, 1, True, True),
+    values="0x3f80",
+    unit_value="0.5f",
 )
 
 
@@ -247,7 +249,7 @@ def test_launcher_and_kernel_agree(name: str, value: int) -> None:
 def test_launcher_passes_every_argument() -> None:
     signature = re.search(r"decode_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
     assert signature is not None
-    assert len(signature[1].split(",")) == 22
+    assert len(signature[1].split(",")) == 23
 
 
 # ---- the order of k ------------------------------------------------------------------------------

@@ -36,6 +36,14 @@ def check(case: dict, **divided: int) -> None:
     assert (out.double() - expected).norm() <= BOUND[out.dtype] * expected.norm()
 
 
+def test_blocks_after_attention_have_a_multiprocessor_alone() -> None:
+    """A product with a residual follows attention; without one there is room for a block of the next launch."""
+    own = operands_of(operands(1, 4096, 4096, extras=True, device="cpu"))
+    alone, beside = (planned(o, 132) for o in (own, own._replace(residual=None)))
+    assert alone is not None and beside is not None and alone.resident == beside.resident == 2
+    assert 2 * (beside.shared + 1024) <= 228 * 1024 < 2 * (alone.shared + 1024)
+
+
 @pytest.mark.parametrize("m", [1, 2, 4, 7])
 def test_tokens_whose_x_shares_registers_and_k_in_parts(m: int) -> None:
     """One and a half chunks a warp and part, more tiles than stages, and a k that ends within a chunk."""

@@ -123,8 +123,8 @@ def operands_of(case: dict) -> WeightOperands:
     )
 
 
-def run_planned(case: dict, chosen: DecodeDivision) -> Tensor:
-    return DecodeProduct(operands_of(case), chosen)(tensors_of(case))
+def run_planned(case: dict, chosen: DecodeDivision, own: WeightOperands | None = None) -> Tensor:
+    return DecodeProduct(own or operands_of(case), chosen)(tensors_of(case))
 
 
 def run(case: dict) -> Tensor:

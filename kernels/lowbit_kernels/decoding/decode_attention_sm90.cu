@@ -9,8 +9,9 @@
 //   ROTATED, FACTOR, SOFTCAP
 //
 // The warps of a cluster take tiles of 16 slots in turn, each with an online softmax of its own. They hold their first
-// tile in registers before the launch that made the query is done. Then they send sums to the blocks of the cluster, each
-// of which combines a range of columns. The last warp also takes the new token, and writes it to the cache.
+// tile in registers before the launch that made the query is done. Each block adds up the sums of its warps and sends
+// them to the blocks of the cluster, each of which combines a range of columns. The last warp also takes the new token, and
+// writes it to the cache.
 //
 // Scores. mma multiplies 16 keys by 8 queries, of which GROUP count. A lane reads 16 adjacent bytes of both, so that the
 // products take the elements in another order than mma counts them. Values are multiplied without mma, by lanes that have
@@ -30,8 +31,9 @@ struct Shared {
     uint64 received;
     float squares[WARPS];
     alignas(16) float weights[WARPS][TILE][QUERIES], kept[WARPS][QUERIES];
-    alignas(16) float stats[ALL][2][QUERIES];  // largest scores; sums of weights
-    alignas(16) float parts[ALL][GROUP][OWN];
+    alignas(16) float own_stats[WARPS][2][QUERIES], own[WARPS][GROUP][WIDTH];  // largest scores and sums of weights; sums
+    float4 stats[CLUSTER][GROUP];  // of the blocks: largest score, sum of weights
+    alignas(16) float parts[CLUSTER][GROUP][OWN];
 };
 
 struct Tile {
@@ -164,37 +166,48 @@ DEVICE void add_tile(State &state, const Tile &tile, const uint4 (&q)[CHUNKS], S
     __syncwarp();
 }
 
-// Sends the warp's sums to the blocks that combine their columns, and its stats to all.
-DEVICE void send_state(State &state, Shared &shared, int index) {
-    const int lane = threadIdx.x % 32, n = lane % 4, from = 2 * (n & 1);
-    const uint32 received = shared_address(&shared.received);
+// Adds up the sums of the warps, and sends them to the blocks that combine their columns, and the stats to all.
+DEVICE void send_sums(State &state, Shared &shared, int rank) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
-    for (int c = 0; c < 2; ++c)
+    for (int c = 0; c < 2; ++c) {
 #pragma unroll
         for (int lanes = 4; lanes <= 16; lanes *= 2)
             state.total[c] += __shfl_xor_sync(0xffffffff, state.total[c], lanes);
-    float all[2][4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-        all[0][i] = __shfl_sync(0xffffffff, state.largest[i % 2], from + i / 2);
-        all[1][i] = __shfl_sync(0xffffffff, state.total[i % 2], from + i / 2);
+        if (lane < 4) {
+            shared.own_stats[warp][0][2 * lane + c] = state.largest[c];
+            shared.own_stats[warp][1][2 * lane + c] = state.total[c];
+        }
     }
-    const bool second = n >= 2;
-    if (lane < 4 * CLUSTER)
-        send(shared_address(&shared.stats[index][n / 2][4 * (n & 1)]), lane / 4,
-             make_float4(second ? all[1][0] : all[0][0], second ? all[1][1] : all[0][1],
-                         second ? all[1][2] : all[0][2], second ? all[1][3] : all[0][3]),
-             received);
-    const int column = lane % LANES * 4;
 #pragma unroll
     for (int i = 0; i < GROUP; ++i) {
         float(&sums)[4] = state.sums[i];
         if constexpr (STEP == 2)
 #pragma unroll
             for (int k = 0; k < 4; ++k) sums[k] += __shfl_xor_sync(0xffffffff, sums[k], 16);
-        if (lane < LANES)
-            send(shared_address(&shared.parts[index][i][column % OWN]), column / OWN,
-                 make_float4(sums[0], sums[1], sums[2], sums[3]), received);
+        if (lane < LANES) *(float4 *)&shared.own[warp][i][4 * lane] = make_float4(sums[0], sums[1], sums[2], sums[3]);
+    }
+    named_barrier_sync(1, THREADS);
+    const uint32 received = shared_address(&shared.received);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < GROUP * LANES; i += THREADS) {
+        const int n = i / LANES, at = i % LANES, column = 4 * at;
+        float most = shared.own_stats[0][0][n], total = 0.0f;
+#pragma unroll
+        for (int w = 1; w < WARPS; ++w) most = fmaxf(most, shared.own_stats[w][0][n]);
+        const float base = most == -bits_float(INFINITE) ? 0.0f : most;
+        float4 sums = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < WARPS; ++w) {
+            const float weight = power_of_2(shared.own_stats[w][0][n] - base);
+            const float4 own = *(const float4 *)&shared.own[w][n][column];
+            total = fmaf(weight, shared.own_stats[w][1][n], total);
+            sums = make_float4(fmaf(weight, own.x, sums.x), fmaf(weight, own.y, sums.y), fmaf(weight, own.z, sums.z),
+                               fmaf(weight, own.w, sums.w));
+        }
+        send(shared_address(&shared.parts[rank][n][column % OWN]), column / OWN, sums, received);
+        if (at < CLUSTER)
+            send(shared_address(&shared.stats[rank][n]), at, make_float4(most, total, 0.0f, 0.0f), received);
     }
 }
 
@@ -230,13 +243,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
            int heads, int capacity, int window, int x_width, float factor, float softcap, float eps) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
-    let_next_start();
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
     const int rank = cluster_rank(), index = warp * CLUSTER + rank;
     const long long head = blockIdx.x / CLUSTER, batch = head / heads;
     if (threadIdx.x == 0) {
         barrier_init(shared_address(&shared.received), 1);
-        barrier_expect(shared_address(&shared.received), ALL * (GROUP * OWN + 2 * QUERIES) * 4);
+        barrier_expect(shared_address(&shared.received), CLUSTER * GROUP * (OWN + 4) * 4);
         barrier_init_fence();
     }
     __syncwarp();
@@ -259,6 +271,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         }
     const float f = FACTOR ? factor_of(x + batch * x_width, x_width, eps, shared) : 1.0f;
     wait_for_previous();
+    let_next_start();  // not earlier: its blocks would crowd the first free multiprocessors
 
     uint4 raw[CHUNKS], q[CHUNKS];
     const unsigned short *own = query + batch * query_batch + (head % heads * GROUP + g) * query_head;
@@ -303,7 +316,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
 
     cluster_wait();  // the other blocks have initialised their barriers
-    send_state(state, shared, index);
+    send_sums(state, shared, rank);
     barrier_wait_after(shared_address(&shared.received), 0);
 #pragma unroll 1
     for (int i = threadIdx.x; i < GROUP * OWN; i += THREADS) {
@@ -312,12 +325,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         const float sink = sinks == nullptr ? -bits_float(INFINITE) : sinks[row % (heads * GROUP)] * LOG2_E;
         float most = sink, total = 0.0f, sum = 0.0f;
 #pragma unroll
-        for (int w = 0; w < ALL; ++w) most = fmaxf(most, shared.stats[w][0][n]);
+        for (int w = 0; w < CLUSTER; ++w) most = fmaxf(most, shared.stats[w][n].x);
         const float from = most == -bits_float(INFINITE) ? 0.0f : most;
 #pragma unroll
-        for (int w = 0; w < ALL; ++w) {
-            const float weight = power_of_2(shared.stats[w][0][n] - from);
-            total = fmaf(weight, shared.stats[w][1][n], total);
+        for (int w = 0; w < CLUSTER; ++w) {
+            const float4 stats = shared.stats[w][n];
+            const float weight = power_of_2(stats.x - from);
+            total = fmaf(weight, stats.y, total);
             sum = fmaf(weight, shared.parts[w][n][column], sum);
         }
         total += power_of_2(sink - from);

@@ -102,8 +102,8 @@ def attend(
 
 def shared_bytes(variant: DecodeAttentionVariant) -> int:
     """Bytes of a block's shared memory."""
-    warps = variant.cluster * WARPS
-    sums = 4 * warps * (variant.group * variant.width // variant.cluster + 2 * QUERIES)
+    sums = 4 * WARPS * (variant.group * variant.width + 2 * QUERIES)
+    sums += 4 * variant.cluster * variant.group * (variant.width // variant.cluster + 4)
     return 64 + 4 * WARPS * QUERIES * (TILE + 1) + sums
 
 

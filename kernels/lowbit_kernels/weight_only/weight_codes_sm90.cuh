@@ -4,7 +4,7 @@
 
 enum { BF16, FP16, FP32, E8M0, E4M3, INT, TABLE, E2M1, INT8, UINT8 };
 enum { BY_UNIT, BY_COLUMN, IN_CODES };
-enum { NONE, CODE, UNSIGNED, VALUE };
+enum { NONE, CODE, UNSIGNED, VALUE, SILU, GELU_TANH };
 
 static constexpr bool IS_STREAM = CODES == INT || CODES == TABLE || CODES == E2M1;
 static constexpr int WORD = IS_STREAM ? 8 : 4;  // codes that a lane unpacks at once, a word: BITS bytes, or 4

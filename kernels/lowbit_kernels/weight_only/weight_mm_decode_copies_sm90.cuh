@@ -6,6 +6,7 @@ static constexpr int WARPS = 16, MEMBERS = WARPS / TEAMS;  // that multiply; tho
 static constexpr int ADDERS = IS_PAIRED ? 1 : 2;           // warps that add up
 static constexpr int THREADS = 32 * (WARPS + (IS_PAIRED ? 2 : 4));  // 1 more warp loads codes, and 1 x unless IS_PAIRED
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile; mma takes 8 tokens
+static constexpr int OUTPUTS = GATE == NONE ? ROWS : ROWS / 2;  // columns of the result that a tile makes
 static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows by 8 tokens
 static constexpr int MAX_STAGES = 6;
 static constexpr int GROUPS = SCALING == BY_UNIT || SPAN > CHUNK ? 1 : CHUNK / SPAN;  // of a chunk
@@ -37,6 +38,7 @@ static_assert(SCALING != BY_UNIT || SPAN % UNIT == 0, "");
 static_assert(SCALING != BY_COLUMN || (CHUNK % SPAN == 0 && DEPTH > 0 && IS_STREAM), "");
 static_assert(SCALING != IN_CODES || ((CODES == TABLE || CODES == E2M1) && ZERO == NONE), "");
 static_assert((CODES != E4M3 || ZERO == NONE) && (CODES != E2M1 || (X == BF16 && BITS == 4)), "");
+static_assert(GATE == NONE || (HEIGHT == 1 && SPLIT == 1 && ROUNDS == NONE), "");
 static_assert(TEAMS == 1 || (TEAMS == 2 && BOX == 0), "");
 static_assert(RESIDENT == 1 || (RESIDENT == 2 && BOX == 0 && SPLIT == 1), "");
 static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
@@ -84,8 +86,10 @@ struct Problem {
     int m, n, k, chunks, groups;
     int pitch, stages, apart;  // bytes of a part's row; of the ring; stages that share no memory with the boxes of x
     int scale_pitch;           // bytes of a row's scales in a stage
+    float eps;
 
-    MEMBER int tiles() const { return (n + ROWS - 1) / ROWS; }
+    MEMBER int outputs() const { return GATE == NONE ? n : n / 2; }
+    MEMBER int tiles() const { return (outputs() + OUTPUTS - 1) / OUTPUTS; }
     MEMBER int scale_bytes() const { return ROWS * scale_pitch; }  // in a stage; a multiple of 16
     MEMBER int stage_bytes() const {
         return (ROWS * pitch + scale_bytes() + ROWS * groups * ZERO_SIZE + 127) & ~127;  // the TMA's alignment
@@ -148,11 +152,14 @@ DEVICE int group_in_stage(const Range &part) {
 // Prefetches the first part into the L2 cache while the previous kernel is still running. The L2 cache is coherent, so
 // later loads see what that kernel writes. Prefetching more would delay x, which is needed first.
 DEVICE void fetch(const Problem &p, const TensorMap &codes, int rank) {
-    const int row = first_tile() * ROWS, rows = min(ROWS, p.n - row);
-    if constexpr (WHOLE) prefetch(p.codes + (long long)row * p.pitch, rows * p.pitch);
-    else prefetch_box(codes, column_of(part_of(p, rank, 0).first), row);
-    const int scales = rows * p.groups * SCALE_SIZE & ~15;
-    if (scales > 0) prefetch(p.scale + (long long)row * p.groups * SCALE_SIZE, scales);
+#pragma unroll
+    for (int half = 0; half < ROWS / OUTPUTS; ++half) {
+        const int row = first_tile() * OUTPUTS + half * p.outputs(), rows = min(OUTPUTS, p.n - row);
+        if constexpr (WHOLE) prefetch(p.codes + (long long)row * p.pitch, rows * p.pitch);
+        else prefetch_box(codes, column_of(part_of(p, rank, 0).first), row);
+        const int scales = rows * p.groups * SCALE_SIZE & ~15;
+        if (scales > 0) prefetch(p.scale + (long long)row * p.groups * SCALE_SIZE, scales);
+    }
 }
 
 // Loads all parts of the block's tiles. The scales and zero points of a tile begin at multiples of 16 bytes; those of a
@@ -161,7 +168,7 @@ DEVICE void produce(const Problem &p, const TensorMap &codes, const TensorMap &s
                     unsigned char *stages, int rank) {
     Ring ring(p.stages, 0), other(p.stages, TEAMS - 1);
     for (int tile = first_tile(); tile < p.tiles(); tile += tile_step()) {
-        const int row = tile * ROWS, rows = min(ROWS, p.n - row);
+        const int row = tile * OUTPUTS, rows = min(OUTPUTS, p.n - row);
         const long long first = (long long)row * p.groups;
 #pragma unroll 1
         for (int part = 0; part < PARTS; ++part, ring.advance()) {
@@ -171,10 +178,23 @@ DEVICE void produce(const Problem &p, const TensorMap &codes, const TensorMap &s
             if (BOX > 0 && ring.slot() >= p.apart) barrier_wait(shared_address(&shared.loaded), 0);
             unsigned char *scale_to = stage + ROWS * p.pitch, *zero_to = scale_to + p.scale_bytes();
             const unsigned char *scale = p.scale + first * SCALE_SIZE, *zero_point = p.zero_point + first * ZERO_SIZE;
-            const uint32 scales = BOXED ? p.scale_bytes() : bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
+            const uint32 scales = BOXED ? p.scale_bytes() * OUTPUTS / ROWS
+                                        : bulk_part(scale_to, scale, rows * p.groups * SCALE_SIZE);
             const uint32 zeros = ZERO != NONE ? bulk_part(zero_to, zero_point, rows * p.groups * ZERO_SIZE) : 0;
-            const uint32 bytes = (WHOLE ? rows : ROWS) * p.pitch;
-            barrier_expect(full, bytes + scales + zeros);
+            const uint32 bytes = (WHOLE ? rows : OUTPUTS) * p.pitch;
+            barrier_expect(full, (bytes + scales + zeros) * (ROWS / OUTPUTS));
+            if constexpr (GATE != NONE) {  // the rows of up, which follow those of the gate
+                const uint32 codes_to = shared_address(stage) + OUTPUTS * p.pitch;
+                const long long further = (long long)p.outputs() * p.groups;
+                if constexpr (WHOLE)
+                    load_bulk(codes_to, p.codes + (long long)(row + p.outputs()) * p.pitch, bytes, full);
+                else load_box(codes, column_of(part_of(p, rank, part).first), row + p.outputs(), codes_to, full);
+                if constexpr (BOXED)
+                    load_box(scale_map, group_in_stage(part_of(p, rank, part)) * SCALE_SIZE / 8, row + p.outputs(),
+                             shared_address(scale_to) + scales, full);
+                else load_bulk(shared_address(scale_to) + scales, scale + further * SCALE_SIZE, scales, full);
+                if (zeros > 0) load_bulk(shared_address(zero_to) + zeros, zero_point + further * ZERO_SIZE, zeros, full);
+            }
             if constexpr (WHOLE) load_bulk(shared_address(stage), p.codes + (long long)row * p.pitch, bytes, full);
             else load_box(codes, column_of(part_of(p, rank, part).first), row, shared_address(stage), full);
             if constexpr (BOXED)

@@ -36,6 +36,9 @@
 //   SCALES_X           1: `scale_x` makes up for codes that are multiplied as they are (AS_BITS)
 //   EXACT              int8 by int8, one scale a row: the bits of float sums are int32 sums, and out is (float(sum) *
 //                      token_scale) * scale + bias, each operation rounded on its own
+//   GATE               NONE; or SILU or GELU_TANH: the rows of codes are those of a gate and then as many of up, and
+//                      out [m, n / 2] = activation(gate) * up. A tile has 8 rows of each, which lie in one lane's sums
+//   NORMED             GATE for one token: both are multiplied by 1 / sqrt(mean(x^2) + eps) first
 //
 // Pipeline. A cluster takes every n-th tile of the weight. One thread of a block issues TMA copies of parts of tiles
 // into a ring of stages. The ring holds only as much as keeps memory busy: with more copies in flight, later ones delay
@@ -87,6 +90,14 @@ DEVICE unsigned short to_out(float x) {
     else return (unsigned short)to_bf16x2(x, 0.0f);
 }
 
+DEVICE float from_x(uint32 x) { return SOURCE == FP16 ? from_half(x) : bits_float(x << 16); }
+
+// The activation of a gate.
+DEVICE float activated(float x) {
+    if constexpr (GATE == SILU) return x * reciprocal(1.0f + exponential(-x));
+    return x * reciprocal(1.0f + exponential(-1.5957691216057308f * (x + 0.044715f * x * x * x)));
+}
+
 DEVICE void add(float &to, float x) { to = EXACT ? plus(to, x) : fma_exactly(x, 1.0f, to); }
 DEVICE void add(float4 &to, const float4 &x) {
     add(to.x, x.x), add(to.z, x.z);
@@ -97,11 +108,16 @@ DEVICE void add(float4 &to, const float4 &x) {
 struct Epilogue {
     float bias[2], residual[4], token_scale[2], scale[2];
 
+    // The row of the weight of a lane's sum `i`, 0 or 1.
+    MEMBER static int row_of(const Problem &p, int row, int i) {
+        return row + threadIdx.x % 32 / 4 + i * (GATE == NONE ? 8 : p.outputs());
+    }
+
     MEMBER Epilogue(const Problem &p, int row, int token) {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            const int own = row + g + 8 * i, of = token + 2 * t + i;
+            const int own = row_of(p, row, i), of = token + 2 * t + i;
             bias[i] = p.bias && own < p.n ? from_out(p.bias[own]) : 0.0f;
             token_scale[i] = p.token_scale && of < p.m ? p.token_scale[of] : 1.0f;
             scale[i] = EXACT && own < p.n ? number_at(p.scale, own) : 1.0f;
@@ -112,29 +128,55 @@ struct Epilogue {
         }
 #pragma unroll
         for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
-            const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
+            const int own = row_of(p, row, i / 2), of = token + 2 * t + i % 2;
             const bool exists = p.residual && own < p.n && of < p.m;
             residual[i] = exists ? from_out(p.residual[(long long)of * p.n + own]) : 0.0f;
         }
     }
 
-    MEMBER void store(const Problem &p, const Shared &shared, int row, int token, const float4 &sums) const {
+    MEMBER void store(const Problem &p, const Shared &shared, int row, int token, const float4 &sums, float factor) const {
         const int g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
         const float all[4] = {sums.x, sums.y, sums.z, sums.w};
-        float of_tokens[2] = {token_scale[0], token_scale[1]};
+        float of_tokens[2] = {token_scale[0] * factor, token_scale[1] * factor}, results[4] = {};
         if constexpr (ROUNDS != NONE)
 #pragma unroll
             for (int i = 0; i < 2; ++i) of_tokens[i] *= shared.tokens.scale[token + 2 * t + i];
 #pragma unroll
         for (int i = 0; i < 4; i += TOKENS == 1 ? 2 : 1) {
-            const int own = row + g + i / 2 * 8, of = token + 2 * t + i % 2;
+            const int own = row_of(p, row, i / 2), of = token + 2 * t + i % 2;
             float result = fma_exactly(all[i], of_tokens[i % 2], bias[i / 2]) + residual[i];
             if (EXACT) result = (float)(int)float_bits(all[i]) * of_tokens[i % 2] * scale[i / 2];
             if (EXACT && p.bias) result = fma_exactly(result, 1.0f, bias[i / 2]);  // no product to fuse with
-            if (own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_out(result);
+            if (GATE == NONE && own < p.n && of < p.m) p.out[(long long)of * p.n + own] = to_out(result);
+            results[i] = result;
         }
+        if constexpr (GATE != NONE)
+#pragma unroll
+            for (int i = 0; i < (TOKENS == 1 ? 1 : 2); ++i) {
+                const int own = row_of(p, row, 0), of = token + 2 * t + i;
+                if (of < p.m) p.out[(long long)of * p.outputs() + own] = to_out(activated(results[i]) * results[i + 2]);
+            }
     }
 };
+
+// 1 / sqrt(mean(x^2) + eps) of one token, by a warp.
+DEVICE float norm_factor(const Problem &p, const unsigned short *x) {
+    const int lane = threadIdx.x % 32;
+    float sum = 0.0f;
+#pragma unroll 4
+    for (int i = 8 * lane; i < p.k; i += 256) {
+        const uint4 own = *(const uint4 *)(x + i);
+        const uint32 words[4] = {own.x, own.y, own.z, own.w};
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+            const float low = from_x(words[j] & 0xffff), high = from_x(words[j] >> 16);
+            sum = fma_exactly(low, low, sum), sum = fma_exactly(high, high, sum);
+        }
+    }
+#pragma unroll
+    for (int lanes = 16; lanes >= 1; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+    return 1.0f / sqrtf(sum / p.k + p.eps);
+}
 
 // Adds up the columns that belong to the same token.
 DEVICE void fold(float4 &sums) {
@@ -154,8 +196,13 @@ DEVICE float4 *kept_at(float4 *kept, int round, int rank) {
 }
 
 // Adds up the warps' sums of the even or the odd tiles.
-DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int first) {
+DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int first, const unsigned char *copy) {
     const int lane = threadIdx.x % 32;
+    float factor = 1.0f;
+    if constexpr (NORMED) {
+        if (COPIES_X && is_aligned(p)) barrier_wait(shared_address(&shared.copied), 0);
+        factor = norm_factor(p, COPIES_X && is_aligned(p) ? (const unsigned short *)copy : p.x);
+    }
     for (int round = first; round < rounds_of(p); round += ADDERS) {
         const int buffer = round & 1;
         const uint32 parity = round >> 1 & 1;
@@ -170,11 +217,11 @@ DEVICE void finish(const Problem &p, Shared &shared, float4 *kept, int rank, int
         };
 #pragma unroll
         for (int i = 0; i < PIECES; ++i) {
-            const int row = tile * ROWS + i / TILES * 16, token = i % TILES * 8;
+            const int row = tile * OUTPUTS + i / TILES * 16, token = i % TILES * 8;
             if constexpr (SPLIT == 1) {
                 const Epilogue epilogue(p, row, token);  // loads its operands before the wait in `sum`
                 const float4 sums = sum(i);
-                epilogue.store(p, shared, row, token, sums);
+                epilogue.store(p, shared, row, token, sums, factor);
             } else {
                 send(shared_address(kept_at(kept, round, rank) + i * 32), round % SPLIT, sum(i),
                      shared_address(&shared.received));
@@ -190,12 +237,12 @@ DEVICE void combine(const Problem &p, Shared &shared, float4 *kept, int rank) {
     barrier_wait_after(shared_address(&shared.received), 0);
     for (int i = threadIdx.x / 32; i / PIECES * SPLIT + rank < rounds; i += THREADS / 32) {
         const int round = i / PIECES * SPLIT + rank, piece = i % PIECES;
-        const int row = (first_tile() + round * tile_step()) * ROWS + piece / TILES * 16, token = piece % TILES * 8;
+        const int row = (first_tile() + round * tile_step()) * OUTPUTS + piece / TILES * 16, token = piece % TILES * 8;
         const Epilogue epilogue(p, row, token);
         float4 sums = kept_at(kept, round, 0)[piece * 32];
 #pragma unroll
         for (int other = 1; other < SPLIT; ++other) add(sums, kept_at(kept, round, other)[piece * 32]);
-        epilogue.store(p, shared, row, token, sums);
+        epilogue.store(p, shared, row, token, sums, 1.0f);
     }
 }
 
@@ -219,11 +266,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
               const unsigned char *scale, const unsigned char *zero_point, const unsigned short *bias,
               const unsigned short *residual, const float *token_scale, const float *global_scale, unsigned short *out,
               long long x_stride, int m, int n, int k, int chunks, int groups, int pitch, int stages, int apart,
-              int scale_pitch) {
+              int scale_pitch, float eps) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, global_scale, out, x_stride,
-                       m, n, k, chunks, groups, pitch, stages, apart, scale_pitch};
+                       m, n, k, chunks, groups, pitch, stages, apart, scale_pitch, eps};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp - WARPS;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
     unsigned char *table = memory + sizeof(Shared), *ring = table + TABLE_BYTES, *past = ring + stages * p.stage_bytes() + 128;
@@ -283,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         __syncwarp();
         if constexpr (SPLIT > 1)
             if (role < ADDERS) cluster_wait();  // the other blocks run and have initialised their barriers
-        if (role < ADDERS) finish(p, shared, kept, rank, role);
+        if (role < ADDERS) finish(p, shared, kept, rank, role, copy);
     }
     if constexpr (SPLIT > 1) {
         __syncwarp();

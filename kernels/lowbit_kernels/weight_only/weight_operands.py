@@ -174,13 +174,25 @@ def all_layouts(descriptions: Iterable[Description | None]) -> list[Any]:
     return [None if one is None else TensorLayout(*one) for one in descriptions]
 
 
+class Gate(NamedTuple):
+    """What a product does with its two halves of outputs, gate and up (`gated_linear`).
+
+    Attributes:
+        activation: of the gate.
+        eps: of the RMS norm of x, whose factor comes first; None: there is no norm.
+    """
+
+    activation: str
+    eps: float | None = None
+
+
 class WeightOperands(NamedTuple):
     """Operands of one product: x [M, K]; codes, scale, zero_point and bias as in `weight_linear`; residual [M, N].
 
     token_scale: float32 [M], multiplied into the sums; out: the dtype of the result, the bias and the residual. Bias,
     residual and token_scale are contiguous. format: that of the codes and scales; an implementation declines the ones
     that it doesn't take. rounds: torch.int8 or torch.float8_e4m3fn where the kernel rounds x to codes with a scale a
-    token. exact: sums of int8 products are int32 alone.
+    token. exact: sums of int8 products are int32 alone. gate: the rows of codes are those of a gate and of up.
     """
 
     x: TensorLayout
@@ -196,6 +208,7 @@ class WeightOperands(NamedTuple):
     global_scale: TensorLayout | None = None
     rounds: torch.dtype | None = None
     exact: bool = False
+    gate: Gate | None = None
 
     @classmethod
     def of(
@@ -219,7 +232,7 @@ class WeightOperands(NamedTuple):
         tensors = x, codes, scale, zero_point, bias, residual, token_scale
         zeros = None if zero_point is None else zero_point.dtype
         format = format_of(codes.dtype, scale.dtype, zeros, bits, table)
-        last = group_size, out or x.dtype, format, layout(global_scale), rounds, False
+        last = group_size, out or x.dtype, format, layout(global_scale), rounds, False, None
         return cls._make((*map(layout, tensors), *last))
 
     @property

@@ -7,6 +7,7 @@
     the largest of a softmax, divided by their sum or not                   top_experts
     embedding                                                               index, which reads rows at once
     low-bit linears of one input whose weights lie side by side             one linear, and slices of its output
+    gated_activation of the two halves of a low-bit linear                  gated_linear
 
 A pattern is a tree of operations with names for what may stand in it. It is matched from its last operation upwards,
 so that other readers of an intermediate result do not matter: what nobody reads any more is removed afterwards. The
@@ -140,13 +141,14 @@ def fold(module: fx.GraphModule) -> dict[str, int]:
         ("residual", _fold_residual),
         ("router", _fold_router),
         ("siblings", _fold_siblings),
+        ("gated_linear", _fold_gated_linear),
         ("embedding", _fold_embedding),
     ]
     for name, rule in rules:
         for node in list(module.graph.nodes):
             if node.op == "call_function" and rule(node):
                 counts[name] = counts.get(name, 0) + 1
-    module.graph.eliminate_dead_code()
+        module.graph.eliminate_dead_code()  # the next rule counts readers
     module.recompile()
     return counts
 
@@ -303,6 +305,27 @@ def _fold_siblings(node: Any) -> bool:
     if any(t is None for t in joint.values()):
         return False
     return _join(node, [other for _, other, _ in found], sizes, joint)
+
+
+def _fold_gated_linear(node: Any) -> bool:
+    """Let the linear of gate and up, which `_fold_siblings` made, compute the activation as well."""
+    if node.target is not lowbit.gated_activation.default or len(node.args) != 2:
+        return False
+    size, last = _value(node).shape[-1], _value(node).dim() - 1
+    if any(part.target is not aten.slice.Tensor or len(part.users) != 1 for part in node.args):
+        return False
+    product = node.args[0].args[0]
+    halves = [(product, last, start, start + size) for start in (0, size)]
+    if [part.args for part in node.args] != halves:
+        return False
+    if product.target is not lowbit.weight_linear.default or len(product.users) != 2:
+        return False
+    given = dict(zip(LINEARS[product.target], product.args, strict=False)) | product.kwargs
+    addends = given.pop("bias", None), given.pop("residual", None)
+    if addends != (None, None) or _value(product).shape[-1] != 2 * size:
+        return False
+    given["activation"] = node.kwargs["activation"]
+    return _replace(node, lowbit.gated_linear.default, (), given)
 
 
 def _rows(node: Any) -> dict[str, Tensor]:
