@@ -310,7 +310,9 @@ def _compare(
             id(s): p for s in schemes for p in first.costs.uniform() if set(p.values()) == {s}
         }
         for one, damage, low in singles:
-            plan = lowbit.autoquant(model, [], first.costs, damage=damage, held_out=held_out)
+            plan = lowbit.autoquant(
+                model, [], first.costs, damage=damage, held_out=held_out, timed=timed
+            )
             single, whole, again = milliseconds([low, quantized(model, plan), low], timed)
             kinds = ", ".join(
                 sorted({"-" if s is None else str(line_of(s)) for s in plan.values()})
