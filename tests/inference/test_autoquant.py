@@ -269,6 +269,22 @@ def test_whole_models_are_timed_in_turns() -> None:
     assert thrice[0] >= 60
 
 
+@pytest.mark.gpu
+def test_whole_models_are_timed_by_graphs_on_a_gpu() -> None:
+    """Which replay the weights of the contexts, and leave the model as it was."""
+    model, ids = llama().cuda(), BATCHES[0].cuda()
+    with torch.no_grad():
+        expected = model(ids)
+    contexts = [contextlib.nullcontext, whole(model, INT4, every, None).changed()]
+    once, twice = (in_turns(model, [(ids, count)], contexts) for count in (1.0, 200.0))
+    assert all(0 < a < 50 and b > 20 * a for a, b in zip(once, twice, strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(ids), expected) and type(model.blocks[0].mlp.up) is nn.Linear
+    timed = [(ids, 1.0), (ids[:1, :1], 16.0)]
+    plan = lb.autoquant(model, BATCHES[:1], [INT4, INT8], every, damage=1.0, timed=timed)
+    assert plan.measured <= 1.0 and plan.milliseconds > 0
+
+
 def test_stacked_experts_are_one_unit() -> None:
     class Experts(nn.Module):
         def __init__(self) -> None:
