@@ -43,7 +43,7 @@ BYTES = [
     for mapping in ((None, "asymmetric") if bits <= 4 else (None,))
 ]
 TIME = ("int8", "int4", "int4(group_size=32)", "float8", "int8_int8", "float8_float8", "int8_int4")
-REPLAYS = 61
+REPLAYS, REPEATS = 61, 3
 FIRST_STEP = 100_000
 """Batches of steps from here on are those that no training reaches."""
 
@@ -292,7 +292,8 @@ def _compare(
     requests: dict[str, list[tuple[Tensor, float]]],
     say: Callable[[str], None],
 ) -> None:
-    """Print the tables of time. The last ratio is that of a single scheme to itself, in the same turns."""
+    """Print the tables of time: the ratios of the plan by modules, of the plan that is chosen by whole models, and of
+    the single scheme to itself, in the same turns; medians and extremes of `REPEATS`."""
     seen, held_out = batches[:2], batches[2:4]
     singles = []
     for one in schemes:
@@ -310,15 +311,24 @@ def _compare(
             id(s): p for s in schemes for p in first.costs.uniform() if set(p.values()) == {s}
         }
         for one, damage, low in singles:
-            plan = lowbit.autoquant(model, [], first.costs, damage=damage, held_out=held_out)
-            single, whole, again = milliseconds([low, quantized(model, plan), low], timed)
-            kinds = ", ".join(
-                sorted({"-" if s is None else str(line_of(s)) for s in plan.values()})
-            )
+            options: dict[str, Any] = {"damage": damage, "held_out": held_out}
+            # By the times of modules alone, and as a user gets it
+            plans = [
+                lowbit.autoquant(model, [], first.costs, **options, timed=own)
+                for own in ([], timed)
+            ]
+            models = [low, *(quantized(model, plan) for plan in plans), low]
+            turns = [milliseconds(models, timed) for _ in range(REPEATS)]
+            ratios = [sorted(own[i] / own[0] for own in turns) for i in (1, 2, 3)]
+            shown = [f"{r[REPEATS // 2]:.3f} ({r[0]:.3f} to {r[-1]:.3f})" for r in ratios]
+            kinds = [
+                ", ".join(sorted({"-" if s is None else str(line_of(s)) for s in plan.values()}))
+                for plan in plans
+            ]
             print(
-                f"| {name} | {line_of(one)} | {damage:.5f} | {uniform[id(one)].milliseconds:.3f} | {single:.3f} | "
-                f"{plan.measured:.5f} | {plan.milliseconds:.3f} | {whole:.3f} | {whole / single:.3f} | "
-                f"{again / single:.3f} | {kinds} |",
+                f"| {name} | {line_of(one)} | {damage:.5f} | {uniform[id(one)].milliseconds:.3f} | {turns[0][0]:.3f} | "
+                f"{plans[1].measured:.5f} | {plans[1].milliseconds:.3f} | {turns[0][2]:.3f} | {' | '.join(shown)} | "
+                f"{' | '.join(kinds)} |",
                 flush=True,
             )
         say(name)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import dataclasses
 import functools
 import itertools
 import json
+import time
 import weakref
 from pathlib import Path
 from typing import Any
@@ -18,10 +21,11 @@ from torch.nn import functional as F
 import lowbit as lb
 from lowbit.convert.least import least
 from lowbit.inference import GPTQ
-from lowbit.inference.planning import clock
-from lowbit.inference.planning.clock import Clock
+from lowbit.inference.planning import call, clock
+from lowbit.inference.planning.clock import Clock, in_turns
 from lowbit.inference.planning.units import units_of, whole
 from lowbit.schemes.lines import line_of, scheme
+from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tracing.damage import damages
 from recipes.llama import Llama, LlamaConfig
 
@@ -206,6 +210,79 @@ def test_the_clock_times_modules_and_leaves_them_as_they_were() -> None:
     assert plan.milliseconds > 0 and plan.costs.timed
     assert all(held[n] is p for n, p in model.named_parameters())
     assert type(model.blocks[0].mlp.up) is nn.Linear
+
+
+@pytest.mark.parametrize(("ratio", "is_mixed"), [(0.95, True), (0.995, False), (1.01, False)])
+def test_a_single_scheme_stays_unless_the_plan_is_faster(
+    ratio: float, is_mixed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Modules in int4 take half of the time of those in int8, so a plan by modules mixes them."""
+    model, held_out = llama(), BATCHES[1:]
+    costs = lb.autoquant(model, BATCHES[:1], [INT4, INT8], every, bits=8).costs
+    assert costs is not None
+    times = {None: 4.0, INT8: 2.0, INT4: 1.0}
+    timed = tuple(
+        dataclasses.replace(c, milliseconds=times[next(iter(c.schemes.values()))])
+        for c in costs.choices
+    )
+    costs = dataclasses.replace(costs, choices=timed)
+    lost = [
+        damages(model, held_out, [whole(model, one, every, None).changed()], "kl").added[0]
+        for one in (INT8, INT4)
+    ]
+    compared: list[list[Any]] = []
+
+    def in_turns(own: nn.Module, batches: Any, contexts: Any) -> list[float]:
+        for context in contexts:
+            with context():
+                kinds = {str(p) for p in own.parameters() if isinstance(p, LowbitTensor)}
+            compared.append(sorted(kinds))
+        return [ratio, 1.0]
+
+    monkeypatch.setattr(call, "in_turns", in_turns)
+    plan = lb.autoquant(
+        model, [], costs, every,
+        damage=(lost[0] + lost[1]) / 2, held_out=held_out, timed=[(BATCHES[0], 1.0)],
+    )  # fmt: skip
+    assert len(compared) == 2 and len(compared[0]) > len(compared[1])
+    assert (len(set(plan.values())) > 1) == is_mixed
+    assert plan.measured <= (lost[0] + lost[1]) / 2
+
+
+def test_whole_models_are_timed_in_turns() -> None:
+    model = llama()
+    order: list[str] = []
+
+    def context(name: str) -> Any:
+        @contextlib.contextmanager
+        def changed() -> Any:
+            order.append(name)
+            if name == "slow":
+                time.sleep(0.02)
+            yield
+
+        return changed
+
+    slow, fast = in_turns(model, [(BATCHES[0], 1.0)], [context("slow"), context("fast")])
+    assert order[2:6] == ["slow", "fast", "slow", "fast"] and slow > fast + 15
+    thrice = in_turns(model, [(BATCHES[0], 3.0)], [context("slow")])
+    assert thrice[0] >= 60
+
+
+@pytest.mark.gpu
+def test_whole_models_are_timed_by_graphs_on_a_gpu() -> None:
+    """Which replay the weights of the contexts, and leave the model as it was."""
+    model, ids = llama().cuda(), BATCHES[0].cuda()
+    with torch.no_grad():
+        expected = model(ids)
+    contexts = [contextlib.nullcontext, whole(model, INT4, every, None).changed()]
+    once, twice = (in_turns(model, [(ids, count)], contexts) for count in (1.0, 200.0))
+    assert all(0 < a < 50 and b > 20 * a for a, b in zip(once, twice, strict=True))
+    with torch.no_grad():
+        assert torch.equal(model(ids), expected) and type(model.blocks[0].mlp.up) is nn.Linear
+    timed = [(ids, 1.0), (ids[:1, :1], 16.0)]
+    plan = lb.autoquant(model, BATCHES[:1], [INT4, INT8], every, damage=1.0, timed=timed)
+    assert plan.measured <= 1.0 and plan.milliseconds > 0
 
 
 def test_stacked_experts_are_one_unit() -> None:

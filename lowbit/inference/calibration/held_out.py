@@ -2,7 +2,8 @@
 
 A search finds the least error over the batches that it sees. With few of them, or at many bits, where both are about as
 good, the outputs for others may be further from those in high precision than with scales of the largest values. Then
-the weights of the place are rounded by these.
+the weights of the place are rounded by these. Errors of blocks do not tell what the model loses by all of them, so the
+whole model is compared at the end, where it is in memory.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class HeldOutLosses(NamedTuple):
-    """The mean loss of a place over the batches held out: the squared error of a block's output, or the KL divergence
-    of the model's.
+    """The mean loss of a place over the batches held out: the squared error of a block's output for a token, as a
+    share of the output's square, or the KL divergence of the model's.
 
     Attributes:
         minmax: with scales of the largest values.
@@ -45,36 +46,74 @@ class HeldOutLosses(NamedTuple):
         return text if self.kept else f"{text}, which is kept"
 
 
+Beside = list[tuple["Target", Any, "LayerResult"]]
+"""Weights of a place, the same by min-max, or by the steps where those by min-max are in the place; and what the report
+says of them if they are exchanged."""
+
+
 @dataclass
 class MinMax:
-    """The low-bit weights of a place that min-max rounding gives, beside those of the steps, in the same form.
+    """The low-bit weights that min-max rounding gives, beside those of the steps, in the same form.
 
     Attributes:
-        weights: the target of each, the weight, and what the report says of it if it stays.
+        weights: of the place whose weights are being rounded.
+        places: of earlier places that kept those of the steps, with the losses there. They lie in host memory.
+        keeps: False drops them, so that the whole model is not compared.
     """
 
-    weights: list[tuple[Target, Any, LayerResult]] = field(default_factory=list)
+    weights: Beside = field(default_factory=list)
+    places: list[tuple[HeldOutLosses, Beside]] = field(default_factory=list)
+    keeps: bool = True
 
     @torch.no_grad()
     def chosen(self, place: HeldOut) -> tuple[HeldOutLosses, list[LayerResult]]:
-        """Leave the better weights in the place. Returns the losses, and what the report says of these weights."""
-        found = mean_loss(place.block, place.over)
-        self._exchange()
-        losses = HeldOutLosses(mean_loss(place.block, place.over), found)
-        if losses.kept:
-            self._exchange()
-        results = [result for _, _, result in self.weights]
-        self.weights.clear()
+        """Leave the better weights in the place. Returns the losses, and what the report says of the weights by
+        min-max, if they stay."""
+        own, self.weights = self.weights, []
+        losses = _compared(place, [own])
+        if not losses.kept:
+            _exchange(own)
+        elif self.keeps:
+            self.places.append((losses, [(t, other.to("cpu"), r) for t, other, r in own]))
+        return losses, [] if losses.kept else [result for _, _, result in own]
+
+    @torch.no_grad()
+    def chosen_together(self, model: HeldOut) -> tuple[HeldOutLosses, list[LayerResult]]:
+        """Leave weights with which the whole model loses no more than by min-max: where it does, the half of the places
+        with the least gain takes those of min-max, then half of the others. Returns what `chosen` does."""
+        left = sorted(self.places, key=lambda one: one[0].found / (one[0].minmax or 1.0))
+        self.places, results = [], []
+        losses = _compared(model, [own for _, own in left])
+        loss = losses.found
+        while left and not HeldOutLosses(losses.minmax, loss).kept:
+            weaker = left[len(left) // 2 :]
+            left = left[: len(left) // 2]
+            for _, own in weaker:
+                _exchange(own)
+                results += [result for _, _, result in own]
+            loss = mean_loss(model.block, model.over)
         return losses, results
 
-    def _exchange(self) -> None:
-        """Write these weights into the memory of those in the place, and the other way round."""
-        for target, other, _ in self.weights:
-            owner = target.owners[0]
-            held: Any = owner.module._parameters[owner.attribute]
-            for own, new in zip(
-                held.inner_tensors().values(), other.inner_tensors().values(), strict=True
-            ):
-                kept = own.clone()
-                own.copy_(new)
-                new.copy_(kept)
+
+def _compared(place: HeldOut, weights: list[Beside]) -> HeldOutLosses:
+    """The losses of a place as it is, and by min-max. The place stays as it is."""
+    found = mean_loss(place.block, place.over)
+    for own in weights:
+        _exchange(own)
+    losses = HeldOutLosses(mean_loss(place.block, place.over), found)
+    for own in weights:
+        _exchange(own)
+    return losses
+
+
+def _exchange(weights: Beside) -> None:
+    """Write these weights into the memory of those in the model, and the other way round."""
+    for target, other, _ in weights:
+        owner = target.owners[0]
+        held: Any = owner.module._parameters[owner.attribute]
+        for own, new in zip(
+            held.inner_tensors().values(), other.inner_tensors().values(), strict=True
+        ):
+            kept = own.clone()
+            own.copy_(new)
+            new.copy_(kept)

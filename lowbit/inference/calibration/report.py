@@ -59,7 +59,8 @@ class CalibrationReport(Report):
     Attributes:
         layers: the results by name of the weight, in the order in which they were calibrated.
         learned: what learned rounding did to the loss of each block, or of the model, held-out sequences apart.
-        held_out: the losses of each block, or other place, over the batches held out, by min-max and by the steps.
+        held_out: the losses of each block, or other place, and of a model in memory as a whole, over the batches held
+            out, by min-max and by the steps.
         notes: on many layers together.
         seconds: of the whole call.
         written: what `lowbit.export` wrote of a folder; None for a model in memory.

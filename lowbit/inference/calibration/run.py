@@ -148,7 +148,7 @@ class Run:
         """What the scales of siblings share, by the name of each weight."""
         self.varied: list[str] = []
         """Weights that some batch multiplies more often than was foreseen."""
-        self.minmax = MinMax()
+        self.minmax = MinMax(keeps=not self.memory.streams)
         self.advance: Callable[[int], None] = lambda count: None
 
     def _check_read(self, learns: bool) -> None:
@@ -455,13 +455,16 @@ class Run:
         ]
 
     def _hold(self, place: HeldOut) -> None:
-        """Round the weights of a place by min-max, where that is better for the batches held out."""
-        if not self.minmax.weights:
+        """Round weights by min-max where that is better for the batches held out."""
+        if self.minmax.weights:
+            losses, results = self.minmax.chosen(place)
+        elif self.minmax.places:
+            losses, results = self.minmax.chosen_together(place)
+        else:
             return
-        losses, results = self.minmax.chosen(place)
         self.report.held_out.append((place.block.name, losses))
         entries = {entry.fqn: i for i, entry in enumerate(self.report.entries)}
-        for new in () if losses.kept else results:
+        for new in results:
             old, at = self.report.layers[new.name], entries[new.name]
             self.report.layers[new.name] = new
             note = self.report.entries[at].note.replace(str(old), str(new))

@@ -61,6 +61,8 @@ class Entered:
 class HeldOut:
     """A place whose weights are all rounded, and the batches that no step has seen.
 
+    The whole model comes once more after its places, if it is in memory.
+
     Attributes:
         block: runs on these batches. Its targets are what the place gave before its weights were rounded.
         over: "model" if it gives what the model does.
@@ -152,6 +154,9 @@ def walk(
         return
     before, inside, after = _split(model, chain, targets, batches)
     targets.clear()
+    run = partial(_called, states)
+    whole = needs._replace(held_out=needs.held_out and not memory.streams)
+    held = _held_out("the model", model, run, run, batches, whole, _in_host_memory)
     if before:
         yield from _before(states, before, needs, masks, memory)
         states.again()
@@ -161,6 +166,7 @@ def walk(
         yield from _block(states, at, own, needs, masks, memory, counts)
     memory.bring(None)
     yield from _after(states, after, needs, masks)
+    yield from held
 
 
 def _as_one(
@@ -326,6 +332,10 @@ def _held_out(
     here: Any = lambda i: run(first + i)  # noqa: E731
     block = Block(name, module, count, lambda i: 1, here, high, masks, targets, ranks=batches.ranks)
     return [HeldOut(block, over)]
+
+
+def _in_host_memory(outputs: Iterable[Tensor]) -> list[Tensor]:
+    return [output.to("cpu") for output in outputs]
 
 
 def _as_many_as_fit(outputs: Iterator[Tensor]) -> Iterator[Tensor]:

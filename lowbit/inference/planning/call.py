@@ -10,12 +10,13 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
 from lowbit.convert import Costs, Filter, Plan, PlanChoice, Schemes, budget_of, check_module
-from lowbit.inference.planning.clock import Clock
+from lowbit.inference.planning.clock import Clock, in_turns
 from lowbit.inference.planning.fisher import estimated
 from lowbit.inference.planning.units import Option, Unit, units_of, whole
 from lowbit.inference.quantize import Scales
@@ -35,6 +36,8 @@ _KEPT = 2**32
 """Bytes of plain weights up to which all quantized ones are kept in memory while they are measured."""
 _NEAR = 0.97
 """A plan that takes this share of the budget is good enough."""
+_WORTH = 0.99
+"""A plan of several schemes takes at most this share of a single scheme's time. Times repeat within about 1%."""
 
 
 def autoquant(
@@ -63,14 +66,17 @@ def autoquant(
     unit is a weight; siblings that multiply one input (q, k and v; gate and up; `lowbit.register_siblings`), so that
     one launch may serve them; or the stacked experts of a module. Damages and times of units are added up, and
     `lowbit.convert.least` finds the best choice. Then the whole plan is measured. For a budget of damage this is
-    repeated, until what the whole plan loses on the held-out batches meets the budget.
+    repeated, until what the whole plan loses on the held-out batches meets the budget. With `timed` the whole model
+    then runs by the plan and by the fastest single scheme that meets the budget, in turns, and the single scheme is the
+    plan unless the other takes at least 1% less time.
 
     Args:
         model: a plain model.
         batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
             any device. Read once, and kept.
         schemes: the schemes or dicts of patterns to choose among; high precision is always a choice. None: 2, 3, 4, 6
-            and 8 bits. Or the `costs` of an earlier plan, which are then not measured again.
+            and 8 bits. Or the `costs` of an earlier plan, which are then not measured again; `timed` then times whole
+            models alone.
         filter_fn: that of `lowbit.quantize_`. None takes embeddings, too.
         bits: at most so many bits a weight on average, scales included; the damage is the least.
         damage: at most this damage, of the whole plan on `held_out`; the time is the least, or without `timed` the
@@ -98,6 +104,7 @@ def autoquant(
     check_module(model)
     name, budget = budget_of(bits=bits, damage=damage, milliseconds=milliseconds)
     seen = [on_device_of(model, batch) for batch in batches]
+    moved = [(on_device_of(model, batch), count) for batch, count in timed]
     if isinstance(schemes, Costs):
         costs = schemes
     else:
@@ -110,7 +117,6 @@ def autoquant(
         units = units_of(model, candidates, filter_fn, scales)
         lost, measure = _damages(model, seen, units, loss, estimate)
         lost = _scaled(model, seen, units, lost, loss)
-        moved = [(on_device_of(model, batch), count) for batch, count in timed]
         times = _times(model, moved, units)
         costs = _costs(units, lost, times, measure)
     if name == "milliseconds" or not costs.timed:
@@ -118,15 +124,25 @@ def autoquant(
     if held_out is not None:
         seen = [on_device_of(model, batch) for batch in held_out]
 
+    def changed(plan: Plan) -> Changed:
+        """Gives the context in which the model is rounded by the plan."""
+        if all(scheme is None for scheme in plan.values()):
+            return nullcontext
+        return whole(model, plan, filter_fn, scales).changed()
+
     def measured(plan: Plan) -> Plan:
         """The plan, with what the model loses by it."""
-        plan.measured = 0.0
-        if any(scheme is not None for scheme in plan.values()):
-            option = whole(model, plan, filter_fn, scales)
-            plan.measured = damages(model, seen, [option.changed()], loss).added[0]
+        plan.measured = damages(model, seen, [changed(plan)], loss).added[0]
         return plan
 
-    return _found(measured, costs, name, budget)
+    def is_faster(plan: Plan, single: Plan) -> bool:
+        """True if the whole model is worth the plan; without batches to time always."""
+        if not moved:
+            return True
+        own, other = in_turns(model, moved, [changed(plan), changed(single)])
+        return own <= _WORTH * other
+
+    return _found(measured, is_faster, costs, name, budget)
 
 
 def _damages(
@@ -214,15 +230,23 @@ def _costs(
     return Costs(tuple(choices), elements, measure)
 
 
-def _found(measured: Callable[[Plan], Plan], costs: Costs, name: str, budget: float) -> Plan:
-    """The plan of `lowbit.autoquant`. `measured` measures a finished plan."""
+def _found(
+    measured: Callable[[Plan], Plan],
+    is_faster: Callable[[Plan, Plan], bool],
+    costs: Costs,
+    name: str,
+    budget: float,
+) -> Plan:
+    """The plan of `lowbit.autoquant`. `measured` measures a finished plan, `is_faster` compares one with a single
+    scheme."""
     if name != "damage":
         return measured(costs.plan(**{name: budget}))
-    best: Plan | None = None
+    single: Plan | None = None
     for uniform in sorted(costs.uniform(), key=_cost):
         if measured(uniform).measured <= budget:  # type: ignore[operator]
-            best = uniform
+            single = uniform
             break
+    best = single
     low, high, own, missed = 0.0, None, budget, 0
     for _ in range(_ROUNDS):
         found = measured(costs.plan(damage=own))
@@ -239,7 +263,11 @@ def _found(measured: Callable[[Plan], Plan], costs: Costs, name: str, budget: fl
         own *= share ** (1 + missed)  # large damages grow more slowly than their estimates
         if high is not None and not low < own < high:
             own = (low + high) / 2
-    return best if best is not None else measured(costs.plan(damage=0.0))
+    if best is None:
+        return measured(costs.plan(damage=0.0))
+    if single is None or best is single or not costs.timed or is_faster(best, single):
+        return best
+    return single
 
 
 def _cost(plan: Plan) -> tuple[float, float]:

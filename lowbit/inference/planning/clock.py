@@ -4,15 +4,17 @@ A module is timed alone, on the inputs that it got when the model ran on a batch
 after another, so that each run reads them from memory, as in a model whose weights exceed the caches. On a GPU a CUDA
 graph of these runs is replayed, as `lowbit.hf.generate` and servers do. A module that waits for the device cannot be
 captured; its time then includes that of the host. Modules of one class with weights and inputs of the same sizes are
-timed once.
+timed once. `in_turns` times whole models, one after the other many times, since the clock of a GPU changes meanwhile.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -24,11 +26,13 @@ from lowbit.layers.exchange import Held, exchanged
 from lowbit.layers.frozen import shown_class
 from lowbit.schemes.scheme import Scheme
 from lowbit.tracing.batches import call, eval_mode, hooked
+from lowbit.tracing.damage import Changed
 
 _CACHE = {"cpu": 2**26}
 """Bytes of the last cache, where torch does not say."""
 _ROUNDS, _MOST_COPIES, _RUNS, _REPEATS = 3, 32, 16, 9
 _CPU_SECONDS = 0.02
+_TURNS = 61
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -159,15 +163,22 @@ def _of_events(run: Callable[[Held], Any], copies: Sequence[Held]) -> float:
 
 
 def _medians(run: Callable[[], object]) -> float:
-    seconds = []
-    for _ in range(_REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        run()
-        end.record()
-        end.synchronize()
-        seconds.append(1e-3 * start.elapsed_time(end))
-    return statistics.median(seconds)
+    return statistics.median(_event_seconds(run) for _ in range(_REPEATS))
+
+
+def _event_seconds(run: Callable[[], object]) -> float:
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    run()
+    end.record()
+    end.synchronize()
+    return 1e-3 * start.elapsed_time(end)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 def _of_calls(run: Callable[[], Any], copies: Sequence[Held]) -> float:
@@ -176,7 +187,64 @@ def _of_calls(run: Callable[[], Any], copies: Sequence[Held]) -> float:
     until = time.perf_counter() + _CPU_SECONDS
     while len(seconds) < 3 or time.perf_counter() < until:
         with exchanged([copies[len(seconds) % len(copies)]]):
-            start = time.perf_counter()
-            run()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(_seconds(run))
     return statistics.median(seconds)
+
+
+@torch.no_grad()
+def in_turns(
+    model: nn.Module, timed: Sequence[tuple[Any, float]], contexts: Sequence[Changed]
+) -> list[float]:
+    """The milliseconds that the whole model takes for the batches in each context: medians over runs in turns.
+
+    Args:
+        model, timed: those of `Clock`.
+        contexts: each gives a context in which the model is changed, with the same weights each time.
+    """
+    device = next(model.parameters()).device
+    totals = [0.0] * len(contexts)
+    with eval_mode(model), torch.compiler.set_stance("force_eager"):
+        for batch, count in timed:
+            runs: list[Callable[[], object]] = [_whole(model, batch, own) for own in contexts]
+            kept: list[Any] = []
+            if device.type == "cuda":
+                with suppress(RuntimeError):  # what waits for the device is not captured
+                    kept = [_captured(run) for run in runs]
+                    runs = [graph.replay for graph, _ in kept]
+            turns = _timed_in_turns(runs, device.type == "cuda")
+            for i, seconds in enumerate(turns):
+                totals[i] += 1e3 * count * statistics.median(seconds)
+            del kept
+    return totals
+
+
+def _whole(model: nn.Module, batch: Any, changed: Changed) -> Callable[[], Any]:
+    def run() -> Any:
+        with changed():
+            return call(model, batch)
+
+    run()  # compiles kernels, and lays out weights
+    return run
+
+
+def _captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of one run, and its output, which has to stay."""
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = run()
+    return graph, output
+
+
+def _timed_in_turns(runs: Sequence[Callable[[], object]], on_gpu: bool) -> list[list[float]]:
+    """Seconds of each run, one after the other up to `_TURNS` times. On a CPU as often as `_TURNS` times
+    `_CPU_SECONDS` allow, three times at least."""
+    turns: list[list[float]] = [[] for _ in runs]
+    until = math.inf if on_gpu else time.perf_counter() + _TURNS * _CPU_SECONDS
+    for number in range(_TURNS):
+        if number >= 3 and time.perf_counter() > until:
+            break
+        for run, own in zip(runs, turns, strict=True):
+            own.append(_event_seconds(run) if on_gpu else _seconds(run))
+    return turns
