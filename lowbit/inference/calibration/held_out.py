@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 
 class HeldOutLosses(NamedTuple):
-    """The mean loss of a place over the batches held out: the squared error of a block's output for a token, as a
-    share of the output's square, or the KL divergence of the model's.
+    """The mean loss of a place over the batches held out: the squared error of a block's output, or the KL divergence
+    of the model's.
 
     Attributes:
         minmax: with scales of the largest values.

@@ -8,9 +8,8 @@ V, s and z follow the sign of their gradients (`lowbit.inference.calibration.lea
 and adds up to half of `reach`. So with a reach of 1 a V stays within ±1/2. Vectors of the same modules, i.e. norms and
 biases, follow Adam meanwhile.
 
-- Blocks: each block by itself, once its weights are rounded. The loss of a token is ‖f̂(x̂) − f(x)‖² / ‖f(x)‖², where x̂
-  is what the rounded model gives the block, and f(x) what the block gives in the model in high precision. A norm
-  divides by these sizes later, so that a token counts as much as another.
+- Blocks: each block by itself, once its weights are rounded. The loss is ‖f̂(x̂) − f(x)‖², where x̂ is what the rounded
+  model gives it, and f(x) what it gives in the model in high precision.
 - Model: all weights at once. The loss is KL(softmax(y) ‖ softmax(ŷ)) of the model's outputs.
 - One sequence in `HELD_OUT` gives no gradient. The result stays only if it lowers the loss over the others, and does
   not raise that over the sequences held out.
@@ -42,8 +41,6 @@ from lowbit.tracing.block_inputs import moved
 
 BETAS = 0.9, 0.99
 """The decay rates of Adam, which learns vectors."""
-LEAST = 0.01
-"""This share of the mean of ‖f(x)‖² is added to each, since a token may give nothing."""
 
 
 class Losses(NamedTuple):
@@ -291,16 +288,8 @@ class _Learning:
             if kind == "kl" and rows:
                 parts.append((distillation_loss(*pair, num_items=1), rows))
             else:
-                parts.append((self._error(*pair), rows))
+                parts.append(((pair[0].float() - pair[1].float()).square().sum(), rows))
         return parts
-
-    def _error(self, found: Tensor, expected: Tensor) -> Tensor:
-        """The sum of the squared errors of tokens; over blocks each as a share of its output's square."""
-        errors = (found.float() - expected.float()).square().sum(-1)
-        if self.step.over == "model":
-            return errors.sum()
-        squares = expected.float().square().sum(-1)
-        return (errors / (squares + LEAST * squares.mean()).clamp_min(1e-30)).sum()
 
     def means(self) -> list[float]:
         """The mean losses over all batches: of the sequences that are learned from, and of those held out if there are
