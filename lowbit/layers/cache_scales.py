@@ -65,11 +65,11 @@ def hold(module: nn.Module, scales: Mapping[str, Tensor]) -> None:
 def held_in(model: nn.Module) -> dict[str, Tensor]:
     """The scales in a model, by their names in its state dict."""
     return {
-        f"{name}.{own}" if name else own: module._buffers[own]
+        f"{name}.{own}" if name else own: scale
         for name, module in model.named_modules()
         if isinstance(module, CacheScales)
         for own in (KEY, VALUE)
-        if own in module._buffers
+        if (scale := module._buffers.get(own)) is not None
     }
 
 
