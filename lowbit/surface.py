@@ -25,6 +25,7 @@ from lowbit.inference import (
     unregister_linear,
 )
 from lowbit.interop import pretrained
+from lowbit.interop.peft import own_merges
 from lowbit.numerics.lookup_table import E2M1, NF4, LookupTable
 from lowbit.numerics.number_format import Float8, Int
 from lowbit.numerics.spec import Spec
@@ -76,6 +77,7 @@ from lowbit.tracing.report import Trace, TracedProduct
 from lowbit.tracing.trace import trace
 
 pretrained.listen()
+own_merges.listen()
 
 __all__ = [
     "E2M1",

@@ -2,7 +2,8 @@
 quantized, and frozen ones, which take plain values together.
 
 `load_state_dict` gives a module the plain values of one weight after the other. `take_joined`, a hook on the module
-around siblings, sees all of them before, so they get the scales that `lowbit.quantize_` would give them.
+around siblings, sees all of them before, so they get the scales that `lowbit.quantize_` would give them. Every flow
+that makes low-bit weights adds the hook, and so does `load_state_dict(…, assign=True)` that puts them into a model.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from lowbit.numerics.spec import Spec
 from lowbit.tensor.core.base import stored_shape
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.core.parts import gathered, holds, is_plain_for
-from lowbit.tensor.core.state_dict import take_values
+from lowbit.tensor.core.state_dict import followers, take_values
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.siblings import joint_part
@@ -126,3 +127,6 @@ def take_joined(
         for name, value in values.items():
             own = joint.to(value.device)
             take_values(given[name], prefix + name, state_dict, value, errors, own)
+
+
+followers.append(watch_joined)

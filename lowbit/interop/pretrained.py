@@ -38,8 +38,8 @@ _STATE_DICT = nn.Module.state_dict.__code__
 
 def listen() -> None:
     """Follow the changes of every flow, and enter the format into both tables, now or at their import."""
-    convert.followers.append(follow)
-    state_dict.followers.append(follow_load)
+    for followers in (convert.followers, state_dict.followers):
+        followers.append(follow)
     state_dict.readers.append(follow_save)
     invariant.attention_setters.append(set_invariant_attention)
     for table in _TABLES:
@@ -76,26 +76,6 @@ def _describers(model: nn.Module) -> Iterator[str]:
 def _loaded_class(module: str, name: str) -> Any:
     """A class of a module that is imported already, or None."""
     return getattr(sys.modules.get(module), name, None)
-
-
-def follow_load() -> None:
-    """`follow` the model that is being loaded, if one is: `load_state_dict(…, assign=True)` puts low-bit weights in the
-    place of plain ones, and torch tells each module and not the model."""
-    if not sys.modules.keys() & {
-        "transformers.configuration_utils",
-        "diffusers.models.modeling_utils",
-    }:
-        return
-    model: Any = None
-    for frame, _ in traceback.walk_stack(sys._getframe(1)):
-        if frame.f_code is nn.Module.load_state_dict.__code__:
-            model = frame.f_locals["self"]
-    if model is not None and _loaded not in model._load_state_dict_post_hooks.values():
-        model.register_load_state_dict_post_hook(_loaded)
-
-
-def _loaded(model: nn.Module, keys: Any) -> None:
-    follow(model)
 
 
 def follow_save() -> None:

@@ -3,18 +3,20 @@
     key ≈ e4m3(key / k_scale) · k_scale      value ≈ e4m3(value / v_scale) · v_scale
 
 `k_scale` and `v_scale` are float32 buffers [1] of the attention module, the names that vLLM and compressed-tensors
-have for them. `lowbit.calibrate(…, kv_cache="float8")` finds them, and `lowbit.export` writes them. lowbit itself
-computes with keys and values as they are: its own cache, `lowbit.hf.KVCache`, has a scale for each token and head.
+have for them. `lowbit.calibrate(…, kv_cache="float8")` finds them, and `lowbit.export` writes them. They stay float32
+where `model.half()` or `.to(torch.bfloat16)` casts the model. lowbit itself computes with keys and values as they are:
+its own cache, `lowbit.hf.KVCache`, has a scale for each token and head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
+from lowbit.layers.stand_in import StandIn, give, take
 from lowbit.numerics.granularity import PerTensor
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
@@ -29,8 +31,19 @@ SETTINGS = {
     "dynamic": False,
 }
 """The "kv_cache_scheme" of a "quantization_config" with such scales."""
-_SPEC = "cache_spec"
-"""The attribute of a module whose buffers are such scales, and no others with these names."""
+
+
+class CacheScales(StandIn):
+    """The mixin of a module whose buffers of these names are such scales. A cast leaves them in their dtype."""
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
+        held = {name: self._buffers[name] for name in (KEY, VALUE) if name in self._buffers}
+        super()._apply(fn, recurse)
+        for name, before in held.items():
+            after = self._buffers[name]
+            if before is not None and after is not None and after.dtype != before.dtype:
+                self._buffers[name] = before.to(after.device)
+        return self
 
 
 def hold(module: nn.Module, scales: Mapping[str, Tensor]) -> None:
@@ -38,31 +51,33 @@ def hold(module: nn.Module, scales: Mapping[str, Tensor]) -> None:
 
     Raises ValueError for a module that has another attribute of such a name."""
     for name in scales:
-        if not hasattr(module, _SPEC) and hasattr(module, name):
+        if not isinstance(module, CacheScales) and hasattr(module, name):
             raise ValueError(
                 f"a {type(module).__name__} has a {name} of its own, so that scales of its keys and values have no "
                 "place; accepted: attention layers without such an attribute, or leave out kv_cache"
             )
     for name, value in scales.items():
         module.register_buffer(name, value)
-    module.__dict__[_SPEC] = SPEC
+    if not isinstance(module, CacheScales):
+        give(module, CacheScales)
 
 
 def held_in(model: nn.Module) -> dict[str, Tensor]:
     """The scales in a model, by their names in its state dict."""
     return {
-        f"{name}.{own}" if name else own: module._buffers[own]
+        f"{name}.{own}" if name else own: scale
         for name, module in model.named_modules()
-        if _SPEC in module.__dict__
+        if isinstance(module, CacheScales)
         for own in (KEY, VALUE)
-        if own in module._buffers
+        if (scale := module._buffers.get(own)) is not None
     }
 
 
 def forget(model: nn.Module) -> None:
     """Take the scales from the attention modules of a model."""
     for module in model.modules():
-        if module.__dict__.pop(_SPEC, None) is not None:
+        if isinstance(module, CacheScales):
+            take(module, CacheScales)
             for name in (KEY, VALUE):
                 module._buffers.pop(name, None)
 

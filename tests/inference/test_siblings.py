@@ -81,15 +81,21 @@ def test_stacked_experts() -> None:
         assert same_bits(weight, expected.get_parameter(name))
 
 
-@pytest.mark.parametrize("way", ["calibrate", "assigned"])
+@pytest.mark.parametrize("way", ["calibrate", "assigned", "assigned whole", "frozen"])
 def test_other_ways_to_low_bits(way: str, tmp_path: Path) -> None:
     scheme, model, plain = lb.NVFP4WeightOnly(), Block(0), Block(1)
     if way == "calibrate":
         lb.calibrate(model, scheme, steps=[lb.inference.Search()])
+    elif way == "assigned whole":
+        held = {n: p.detach() for n, p in quantized(Block(2), scheme).named_parameters()}
+        nn.ModuleDict({"layer": model}).load_state_dict(
+            {f"layer.{n}": p for n, p in held.items()}, assign=True
+        )
     else:
         lb.save(quantized(Block(2), scheme).state_dict(), tmp_path / "block.safetensors")
         model.load_state_dict(lb.load(tmp_path / "block.safetensors"), assign=True)
-        lb.inference.freeze_(model)
+        if way == "frozen":
+            lb.inference.freeze_(model)
     model.load_state_dict(plain.state_dict())
     for name, weight in weights(quantized(plain, scheme)).items():
         assert same_bits(weights(model)[name], weight)

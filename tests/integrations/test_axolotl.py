@@ -34,7 +34,7 @@ LORA = {
     "adapter": "lora",
     "lora_r": 8,
     "lora_alpha": 16,
-    "lora_target_modules": ["q_proj"],
+    "lora_target_modules": ["q_proj", "down_proj"],
     "learning_rate": 1e-2,
 }
 
@@ -103,7 +103,7 @@ def test_qat_writes_what_trained_and_the_model_in_low_bits(
     assert len(found) == 5 and found[-1] < found[0]
     out = tmp_path / "out"
     saved = load_file(out / ("adapter_model.safetensors" if adapter else "model.safetensors"))
-    assert len(saved) == (4 if adapter else 21)
+    assert len(saved) == (8 if adapter else 21)
     assert all(t.dtype == torch.float32 for t in saved.values())
     low = lowbit.load_pretrained(out / "compressed-tensors")
     assert isinstance(low.model.layers[1].mlp.up_proj.weight, lowbit.AffineTensor)

@@ -97,6 +97,30 @@ def test_a_dequantized_model_has_none() -> None:
     assert held_in(model)
 
 
+def test_a_cast_leaves_them_in_float32(tmp_path: Path) -> None:
+    """In the model, a copy of it, and the folder. Its other buffers are cast."""
+    model = build("LlamaForCausalLM")
+    lb.calibrate(model, SCHEME, of(model)[:1], steps=[], method="minmax", kv_cache="float8")
+    attention = model.model.layers[1].self_attn
+    attention.register_buffer("other", torch.ones(1))
+    before = {name: scale.clone() for name, scale in held_in(model).items()}
+    cast = copy.deepcopy(model).half()
+    for own in (cast, copy.deepcopy(cast).to(torch.bfloat16), model.bfloat16().float()):
+        found = held_in(own)
+        assert found.keys() == before.keys()
+        assert all(torch.equal(found[name], scale) for name, scale in before.items())
+        assert {t.dtype for t in found.values()} == {torch.float32}
+    assert cast.model.layers[1].self_attn.other.dtype == torch.float16
+    moved = cast.to("meta")
+    assert {(t.dtype, t.device.type) for t in held_in(moved).values()} == {(torch.float32, "meta")}
+    lb.export(model.bfloat16(), tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(stored[name], scale) for name, scale in before.items())
+    lb.dequantize_(model)
+    assert type(attention) is transformers.models.llama.modeling_llama.LlamaAttention
+    assert type(model.model.layers[0].self_attn) is type(attention)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_model_with_a_cache(kind: str) -> None:
     """Also where the config or a batch says not to use it, which then hold again."""
@@ -287,7 +311,7 @@ def test_transformers_loads_and_finds_them(tmp_path: Path) -> None:
 def test_what_is_refused(tmp_path: Path) -> None:
     model = build("LlamaForCausalLM")
     tokens = of(model)
-    with pytest.raises(ValueError, match="accepted: 'float8'"):
+    with pytest.raises(ValueError, match="accepted: 'float8'; leave it out"):
         lb.calibrate(model, SCHEME, tokens, kv_cache="int8")  # type: ignore[call-overload]
     with pytest.raises(ValueError, match="needs batches"):
         lb.calibrate(model, SCHEME, steps=[GPTQ()], kv_cache="float8")  # type: ignore[call-overload]

@@ -18,6 +18,7 @@ peft = pytest.importorskip("peft")
 pytest.importorskip("transformers")
 
 import lowbit  # noqa: E402
+from benchmarks.train_diffusion import with_copies  # noqa: E402
 from lowbit.formats import FormatError  # noqa: E402
 from lowbit.hf import LowbitConfig  # noqa: E402
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision  # noqa: E402
@@ -132,6 +133,24 @@ def test_compiled(scheme: Any) -> None:
         lowbit.train.prepare_(model, scheme(always=True))
         run = torch.compile(model) if compiled else None
         found.append(losses("dit", model, 1e-3, run))
+    torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("adapted", [True, False], ids=["LoRA", "all weights"])
+def test_compiled_blocks_of_flux(adapted: bool) -> None:
+    """Single-stream blocks return views of one tensor, which torch compiles beside plain weights alone."""
+    found = []
+    for compiled in (False, True):
+        model = built("flux")
+        if adapted:
+            model.requires_grad_(False).add_adapter(peft.LoraConfig(r=4, target_modules=["to_q"]))
+        lowbit.train.prepare_(model, Int8MixedPrecision(stochastic_rounding=False, always=True))
+        for block in model.single_transformer_blocks:
+            block.forward = with_copies(block.forward)
+        for block in [*model.transformer_blocks, *model.single_transformer_blocks]:
+            if compiled:
+                block.compile(backend="aot_eager")
+        found.append(losses("flux", model, 1e-3))
     torch.testing.assert_close(torch.tensor(found[0]), torch.tensor(found[1]), rtol=0.01, atol=0)
 
 

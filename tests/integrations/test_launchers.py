@@ -1,4 +1,4 @@
-"""The files that docs/integrations.md gives for TRL, LLaMA-Factory and ms-swift, on a tiny model.
+"""The files that docs/integrations.md gives for TRL, unsloth, LLaMA-Factory and ms-swift, on a tiny model.
 
 Each runs where its package is installed, by hand: they pin releases that are not those of constraints.txt.
 """
@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,29 @@ torch.save((rewards, model(torch.arange(24)[None]).logits), "found.pt")
     rewards, logits = torch.load(tmp_path / "found.pt", weights_only=True)
     assert len(rewards) == 30 and sum(rewards[-5:]) > 1.5 * sum(rewards[:5])
     low = lowbit.load_pretrained(tmp_path / "grpo-int4").float()
+    assert torch.equal(low(torch.arange(24)[None]).logits, logits)
+
+
+def test_unsloth(start: Path, tmp_path: Path) -> None:
+    """QAT of all weights with states in four bits, by unsloth's path without a GPU. The folder computes what the model
+    does."""
+    pytest.importorskip("trl")
+    if find_spec("unsloth") is None:  # its import changes the Trainer
+        pytest.skip("unsloth is not installed")
+    (tmp_path / "start").symlink_to(start)
+    program = of_page("unsloth").replace("max_steps=12", "max_steps=12, use_cpu=True, bf16=False")
+    program += """
+states = trainer.optimizer.state.values()
+low = sum(isinstance(t, lowbit.tensor.LowbitTensor) for s in states for t in s.values())
+torch.save((low, model.eval()(torch.arange(24)[None]).logits), "found.pt")
+"""
+    (tmp_path / "train.py").write_text(program)
+    found = losses(["train.py"], tmp_path)
+    assert len(found) == 12 and found[-1] < 0.8 * found[0]
+    low_bit, logits = torch.load(tmp_path / "found.pt", weights_only=True)
+    assert low_bit > 0
+    low = lowbit.load_pretrained(tmp_path / "unsloth-int4").float()
+    assert isinstance(low.model.layers[1].mlp.up_proj.weight, lowbit.AffineTensor)
     assert torch.equal(low(torch.arange(24)[None]).logits, logits)
 
 

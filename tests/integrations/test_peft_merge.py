@@ -308,3 +308,60 @@ def test_a_sum_that_would_wipe_out_siblings_is_refused(kind: str) -> None:
     lowbit.peft.merge_(model)
     for name, was in zip(own, values, strict=True):
         assert relative_error(model.get_parameter(name).dequantize(), was) < 0.1
+
+
+def joint_parts(model: nn.Module) -> list[list[torch.Tensor]]:
+    """What q, k and v share of their scales, for each layer."""
+    found: dict[str, list[torch.Tensor]] = {}
+    for name, param in model.named_parameters():
+        if isinstance(param, lb.AffineTensor) and any(f"{own}_proj" in name for own in "qkv"):
+            part = "scale" if param.spec.scales is None else param.spec.scales.joint
+            found.setdefault(name.partition(".self_attn")[0], []).append(getattr(param, part))
+    return [*found.values()]
+
+
+@pytest.mark.parametrize("kind", ["nvfp4", "float8"])
+@pytest.mark.parametrize("way", ["merge_adapter", "merge_and_unload"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_siblings_stay_together_where_peft_merges(kind: str, way: str, safe: bool) -> None:
+    """To the bits of `merge_`, and also where PEFT takes the adapters back."""
+    scheme: Any = lb.Float8WeightOnly(granularity=lb.PerTensor()) if kind == "float8" else "nvfp4"
+    model = scaled(torch.float32, scheme, 1.0, ["q_proj", "v_proj"])
+    before = copy.deepcopy(model)
+    wanted = copy.deepcopy(model)
+    lowbit.peft.merge_(wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merged = getattr(model, way)(safe_merge=safe) or model
+    shared = joint_parts(merged)
+    assert shared and all(len(own) == 3 for own in shared)
+    assert all(torch.equal(own[0], t) for own in shared for t in own)
+    held = wanted.merge_and_unload() if way == "merge_and_unload" else wanted
+    for name, param in held.named_parameters():
+        assert torch.equal(param, merged.get_parameter(name)), name
+    if way == "merge_and_unload":
+        return
+    assert all(m.merged for m in layers(model).values())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.unmerge_adapter()
+    assert not any(m.merged for m in layers(model).values())
+    assert all(torch.equal(own[0], t) for own in joint_parts(model) for t in own)
+    for name, m in layers(model).items():
+        own = (values(each.get_submodule(name).base_layer.weight) for each in (before, wanted))
+        base_weight, sum_of_both = own
+        lost = (values(m.base_layer.weight) - base_weight).norm() / sum_of_both.norm()
+        assert lost < 0.15  # two roundings of values as large as the sum
+    with pytest.warns(UserWarning, match="Already unmerged"):
+        model.unmerge_adapter()
+
+
+def test_pefts_own_merge_that_would_wipe_out_siblings_is_refused() -> None:
+    """And the model is as it was."""
+    model = scaled(torch.float32, "nvfp4", 1e30, ["q_proj"])
+    before = {n: p.detach().clone() for n, p in model.named_parameters()}
+    with pytest.raises(ValueError, match=r"[kv]_proj.weight shares .*dequantize_"):
+        model.merge_adapter()
+    assert not any(m.merged for m in layers(model).values())
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name])

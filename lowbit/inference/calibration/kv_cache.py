@@ -39,7 +39,9 @@ def check_cache(kv_cache: Any, model: nn.Module, in_blocks: bool) -> None:
     if kv_cache is None:
         return
     if kv_cache != "float8":
-        raise ValueError(f"kv_cache is {kv_cache!r}; accepted: 'float8', or None for no scales")
+        raise ValueError(
+            f"kv_cache is {kv_cache!r}; accepted: 'float8'; leave it out for no scales"
+        )
     config = _text_config(model)
     if getattr(config, "kv_lora_rank", None) is not None:
         raise ValueError(

@@ -7,10 +7,11 @@
     model = model.merge_and_unload()                        # or: the model without adapters, in low bits
 
 PEFT's own `merge_adapter` works too, but rounds once for each adapter, and `unmerge_adapter` once more, so W does not
-come back. `merge_` dequantizes the base to float32, lets PEFT add all adapters by its own formula of LoRA, DoRA, LoHa,
-IA3 and the others, and rounds the sum once. A block keeps its scale if that scale is nearer, and siblings keep what
-they share of their scales. Where a sum is larger than that can hold, all siblings get a power of two times as much,
-which changes no other value. Where their values would become too small for such scales, the merge is refused.
+come back. Siblings that share a part of their scales share it after that too (`lowbit.interop.peft.own_merges`).
+`merge_` dequantizes the base to float32, lets PEFT add all adapters by its own formula of LoRA, DoRA, LoHa, IA3 and the
+others, and rounds the sum once. A block keeps its scale if that scale is nearer, and siblings keep what they share of
+their scales. Where a sum is larger than that can hold, all siblings get a power of two times as much, which changes no
+other value. Where their values would become too small for such scales, the merge is refused.
 
 Most changes by an adapter are smaller than half a step of the codes, and to nearest they vanish. With `batches`
 `lowbit.inference.LearnedRounding` chooses which weights take the step: its start is the sum rounded to nearest, and its
@@ -22,8 +23,9 @@ loss the divergence from the base with its adapters beside it. Only weights that
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ from lowbit.interop.peft.report import MergeReport, measured
 from lowbit.interop.peft.sums import Kept, Sum, attribute_of, values_of
 from lowbit.linear.frozen.kinds import representation_of
 from lowbit.progress import progress
+from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.requantize import check_room, requantize, widen, write
@@ -81,7 +84,7 @@ def merge_(
             sharded ones. The model then stays unchanged.
     """
     check_module(model)
-    layers = {name: m for name, m in model.named_modules() if is_tuner(m) and hasattr(m, "merge")}
+    layers = layers_of(model)
     if not layers:
         raise ValueError(
             f"{type(model).__name__} has no layers of PEFT; make them by peft.get_peft_model(model, config)"
@@ -127,6 +130,11 @@ def merge_(
     return report
 
 
+def layers_of(model: nn.Module) -> dict[str, Any]:
+    """The layers of PEFT that merge, by their names."""
+    return {name: m for name, m in model.named_modules() if is_tuner(m) and hasattr(m, "merge")}
+
+
 def _merge(
     name: str,
     layer: Any,
@@ -141,26 +149,84 @@ def _merge(
         layer.merge(safe_merge=True, adapter_names=adapter_names)
         report.plain.append(name)
         return None
+    own = _name_of(name, layer)
+    before, merged, changes = _changed(
+        own,
+        layer,
+        lambda: layer.merge(safe_merge=True, adapter_names=adapter_names),
+        siblings,
+    )
+    if not layer.merged:  # no adapter of these names
+        return None
+    report.layers.append(measured(own, weight, merged, before))
+    return Sum(layer, weight, merged, len(report.layers) - 1) if changes else None
+
+
+def _name_of(name: str, layer: Any) -> str:
+    """The name of what the adapters of a layer change."""
+    attribute = attribute_of(layer)
+    return name if attribute == "weight" else f"{name}.{attribute}"
+
+
+def _changed(
+    name: str, layer: Any, change: Callable[[], None], siblings: _Siblings
+) -> tuple[Tensor, Tensor, bool]:
+    """Let PEFT change the low-bit weight of a layer in float32, and round the sum once. Returns the values before, the
+    sum, and whether it is another."""
+    base, attribute = layer.get_base_layer(), attribute_of(layer)
+    weight = getattr(base, attribute)
     before = values_of(weight)
     setattr(base, attribute, nn.Parameter(before.clone(), requires_grad=False))
     try:
-        layer.merge(safe_merge=True, adapter_names=adapter_names)
-        merged = getattr(base, attribute).detach()
+        change()
+        after = getattr(base, attribute).detach()
     finally:
         setattr(base, attribute, weight)
-    if not layer.merged:  # no adapter of these names
-        return None
-    own = name if attribute == "weight" else f"{name}.{attribute}"
-    changes = not torch.equal(merged, before)  # else -0 + 0 would give other codes in FP4
+    changes = not torch.equal(after, before)  # else -0 + 0 would give other codes in FP4
     if changes:
         with torch.no_grad():
             try:
-                siblings.make_room(weight, merged)
-                _round(own, weight, merged)
+                check_weight(after, "the sum")
+                siblings.make_room(weight, after)
+                _round(name, weight, after)
             except ValueError as error:
-                raise ValueError(f"{own} and its adapters: {error}") from error
-    report.layers.append(measured(own, weight, merged, before))
-    return Sum(layer, weight, merged, len(report.layers) - 1) if changes else None
+                raise ValueError(f"{name} and its adapters: {error}") from error
+    return before, after, changes
+
+
+def change_siblings(
+    model: nn.Module, layers: Mapping[str, Any], change: Callable[[Any], None]
+) -> None:
+    """Let `change`, PEFT's merge or its reverse, change the weights of layers that share a part of their scales with
+    siblings, so that they still share it. Other layers are left alone, as are sharded weights and those on meta.
+
+    Args:
+        model: with all siblings.
+        layers: of PEFT, by their names.
+        change: called with each of the layers.
+
+    Raises ValueError as `merge_` for values that are not finite or that no such scales hold. The layer, and those that
+    lost by it, are then as they were.
+    """
+    families = {id(w): [*f.values()] for f in frozen_families(model) for w in f.values()}
+    done: list[Kept] = []
+    lost: dict[Any, float] = {}
+    try:
+        for name, layer in layers.items():
+            weight = getattr(layer.get_base_layer(), attribute_of(layer), None)
+            own = families.get(id(weight), [])
+            if not all(isinstance(w, AffineTensor) and not w.is_meta for w in own) or not own:
+                continue
+            done.append(Kept.of_layer(layer))
+            whole = _name_of(name, layer)
+            _changed(whole, layer, partial(change, layer), _Siblings(own, done, lost))
+            if not lost:
+                done.clear()
+        _check_lost(model, lost)
+    except BaseException:
+        while done:
+            done.pop().restore()
+        raise
 
 
 @dataclass

@@ -55,6 +55,7 @@ class Kept:
 
     def __init__(self, parameters: Iterable[nn.Parameter], layer: Any = None) -> None:
         self.layer = layer
+        self.merged = [] if layer is None else [*layer.merged_adapters]
         self.tensors = [(p, p.detach().clone()) for p in parameters]
 
     @classmethod
@@ -77,4 +78,4 @@ class Kept:
             for param, before in self.tensors:
                 param.copy_(before)
         if self.layer is not None:
-            self.layer.merged_adapters.clear()
+            self.layer.merged_adapters[:] = self.merged

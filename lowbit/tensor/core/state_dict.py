@@ -34,6 +34,8 @@ wrapper of a module, puts the name of the wrapped module into the keys of parts.
 
 from __future__ import annotations
 
+import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -68,6 +70,7 @@ _TRANSPOSED = ".mT"
 """The end of the kind of a tensor whose parts are those of its transpose. Older releases refuse such a kind."""
 METADATA = "lowbit"
 """The key of a module's descriptions in its entry of a state dict's `_metadata`."""
+_LOAD = nn.Module.load_state_dict.__code__
 _NO_PARTS = (
     "some low-bit weights keep their values: this rank's state dict has no parts of them. broadcast_from_rank0=True "
     "sends parameters by their own names only; accepted: full_state_dict=True without it and the parts on every rank, "
@@ -404,8 +407,9 @@ def joined(state_dict: Mapping[str, Any], model: nn.Module | None = None) -> dic
 # ---- registration of the hooks -----------------------------------------------------------------------------------
 
 
-followers: list[Callable[[], None]] = []
-"""Called while a module gets its first low-bit parameter."""
+followers: list[Callable[[nn.Module], None]] = []
+"""Called with a model at the end of each `load_state_dict`, after one that put a low-bit parameter in the place of a
+plain one."""
 readers: list[Callable[[], None]] = []
 """Called while a module hands out the parts of a low-bit parameter."""
 
@@ -413,11 +417,26 @@ readers: list[Callable[[], None]] = []
 def register(module: nn.Module) -> None:
     """Add the hooks, once a module, however many of its parameters are low-bit."""
     if hand_out not in module._state_dict_hooks.values():
-        for follow in followers:
-            follow()
+        _follow_load()
         module.register_state_dict_post_hook(hand_out)
         module.register_load_state_dict_pre_hook(take)
         module.__dict__[PREPARE] = refuse_script
+
+
+def _follow_load() -> None:
+    """Let `followers` know the model that is being loaded, if one is: `load_state_dict(…, assign=True)` puts low-bit
+    weights in the place of plain ones, and torch tells each module and not the model."""
+    model: Any = None
+    for frame, _ in traceback.walk_stack(sys._getframe(1)):
+        if frame.f_code is _LOAD:
+            model = frame.f_locals["self"]
+    if model is not None and _loaded not in model._load_state_dict_post_hooks.values():
+        model.register_load_state_dict_post_hook(_loaded)
+
+
+def _loaded(model: nn.Module, keys: Any) -> None:
+    for follow in followers:
+        follow(model)
 
 
 def unregister(module: nn.Module) -> None:
