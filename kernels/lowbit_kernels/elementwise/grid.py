@@ -153,7 +153,8 @@ class Grid(NamedTuple):
             what = "need a global_scale" if takes else "take no global_scale"
             kind = f"{self.scales} scales that are {'computed' if scale is None else 'given'}"
             raise ValueError(f"{kind} {what}; those of e4m3 that are computed take one")
-        if global_scale is not None and rows % max(len(global_scale), 1):
+        count = 0 if global_scale is None else len(global_scale)
+        if global_scale is not None and (rows % count if count else rows):
             raise ValueError(
-                f"global_scale has a number for each R / M rows, got {len(global_scale)} for {rows} rows"
+                f"global_scale has a number for each R / M rows, got {count} for {rows} rows"
             )
