@@ -36,7 +36,7 @@ LONGEST = 256
 
 
 def takes(x: Tensor, group_size: int) -> bool:
-    """True if x [..., R, C] has at most three dimensions and lies transposed, and its blocks are short."""
+    """True if x [R, C] or [M, R, C] lies transposed in memory, and its blocks are short."""
     if x.ndim not in (2, 3) or min(x.shape) == 0 or group_size > LONGEST:
         return False
     return x.stride(-2) == 1 and x.stride(-1) >= x.shape[-2] > 1
@@ -52,8 +52,8 @@ def _turned_tile(
     BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Of the program's blocks, all of one matrix and group: the matrix, the group, rows, columns, which rows exist, and
-    which elements do."""
+    """The place of a program's blocks, which belong to one matrix and one group: the matrix, the group, rows, columns,
+    which rows exist, and which elements do."""
     matrix = (tl.program_id(0) // (chunks * groups)).to(tl.int64)
     group = tl.program_id(0) // chunks % groups
     row = tl.program_id(0) % chunks * BLOCKS + tl.arange(0, BLOCKS)
