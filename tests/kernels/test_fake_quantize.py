@@ -410,6 +410,7 @@ def test_output_dtype_is_rounded_once() -> None:
         ({4: "asymmetric e2m1 -6 6 e8m0"}, ValueError, "symmetric or symmetric_no_clipping_err"),
         ({4: "symmetric e2m1 -6 6 e5m3"}, ValueError, "scales must be one of float, e8m0, e4m3"),
         ({4: "symmetric e2m1 -6 6 e8m0 e8m0"}, ValueError, "a grid is named by"),
+        ({4: "symmetric e2m1 -4 4 e8m0"}, ValueError, "e2m1 are -6 to 6, got -4 to 4"),
         ({4: "symmetric int8 -8 7 e8m0"}, ValueError, "int8 takes float scales"),
         ({4: "symmetric e2m1 -6 6 e4m3"}, ValueError, "need a global_scale"),
         ({9: torch.ones(1)}, ValueError, "take no global_scale"),
