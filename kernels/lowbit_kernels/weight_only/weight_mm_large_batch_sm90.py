@@ -518,10 +518,9 @@ def _kernel(
     device: int,
 ) -> nvrtc.Kernel:
     code = source(dtype, out, unpacking, shape, last_tokens)
-    module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
     tokens, rows, groups, _, split, _, chunk, stages = shape
     shared = stages * (_stage(Tile(tokens, rows, groups), unpacking, chunk) + 16)
     shared += _fixed(tokens, rows, groups, split, unpacking)
     more = 1 if last_tokens else 0
     sizes = 17 + 3 * more
-    return module.kernel("weight_mm", sizes, structs=2 + more, shared=shared, overlaps=True)
+    return nvrtc.kernel(code, "weight_mm", sizes, structs=2 + more, shared=shared, overlaps=True)
