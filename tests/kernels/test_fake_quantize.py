@@ -337,6 +337,23 @@ def _stacks_agree(kind: str, turned: bool, device: str = "cpu") -> bool:
     )
 
 
+def _turned_edges_agree(device: str = "cpu") -> bool:
+    """Columns with gaps, a global scale of each row, and groups longer than a row. Bits beyond a row are 0."""
+    same = True
+    for kind, group_size in (("nvfp4", 16), ("int4", 64), ("mx-e2m1-symmetric", 7)):
+        case = next(c for c in SMALL if c.name == f"{kind}-groups")
+        x = torch.randn(45, 13, device=device).bfloat16()[:, :11].mT
+        joint = None
+        if kind == "nvfp4":
+            joint = case.spec.joint_part([x.unsqueeze(1)], torch.float32).flatten()
+        how = (group_size, case.grid.name, torch.float32, torch.bfloat16, True, None, joint)
+        found, wanted = OP(x, None, None, *how), reference(x.contiguous(), None, None, *how)
+        same &= found[0].mT.is_contiguous() and equal_bits(found[0], wanted[0])
+        bits, mask = (unpack_inside(b, group_size, 8 * b[0].numel()) for b in (found[1], wanted[1]))
+        same &= torch.equal(bits[:, :45], mask[:, :45]) and not bits[:, 45:].any()
+    return same
+
+
 KINDS_OF_STACKS = [(k, t) for k in ("int4", "mx-e2m1-symmetric", "nvfp4") for t in (False, True)]
 
 
@@ -348,8 +365,9 @@ def test_stacks(kind: str, turned: bool) -> None:
 
 def test_interpreted_stacks() -> None:
     code = (
-        "import json\nfrom tests.kernels.test_fake_quantize import _stacks_agree, KINDS_OF_STACKS\n"
-        "print(json.dumps([_stacks_agree(*kind) for kind in KINDS_OF_STACKS]))"
+        "import json\nfrom tests.kernels import test_fake_quantize as own\n"
+        "stacks = [own._stacks_agree(*kind) for kind in own.KINDS_OF_STACKS]\n"
+        "print(json.dumps([*stacks, own._turned_edges_agree()]))"
     )
     assert all(interpreted(code))
 
@@ -360,6 +378,11 @@ def test_cuda_stacks(kind: str, turned: bool) -> None:
     for _ in range(3):  # then by the launcher's plan
         assert _stacks_agree(kind, turned, "cuda")
     torch.library.opcheck(OP.default, stack_arguments(kind, turned, "cuda"))
+
+
+@pytest.mark.gpu
+def test_cuda_edges_of_transposed_matrices() -> None:
+    assert _turned_edges_agree("cuda")
 
 
 def test_output_dtype_is_rounded_once() -> None:
@@ -387,10 +410,12 @@ def test_output_dtype_is_rounded_once() -> None:
         ({4: "asymmetric e2m1 -6 6 e8m0"}, ValueError, "symmetric or symmetric_no_clipping_err"),
         ({4: "symmetric e2m1 -6 6 e5m3"}, ValueError, "scales must be one of float, e8m0, e4m3"),
         ({4: "symmetric e2m1 -6 6 e8m0 e8m0"}, ValueError, "a grid is named by"),
+        ({4: "symmetric e2m1 -4 4 e8m0"}, ValueError, "e2m1 are -6 to 6, got -4 to 4"),
         ({4: "symmetric int8 -8 7 e8m0"}, ValueError, "int8 takes float scales"),
         ({4: "symmetric e2m1 -6 6 e4m3"}, ValueError, "need a global_scale"),
         ({9: torch.ones(1)}, ValueError, "take no global_scale"),
         ({4: "symmetric e2m1 -6 6 e4m3", 9: torch.ones(3)}, ValueError, "R / M rows, got 3 for 4"),
+        ({4: "symmetric e2m1 -6 6 e4m3", 9: torch.ones(0)}, ValueError, "R / M rows, got 0 for 4"),
         ({4: "symmetric e2m1 -6 6 e4m3", 9: torch.ones(1, 1)}, ValueError, "global_scale"),
     ],
 )

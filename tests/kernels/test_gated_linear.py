@@ -12,10 +12,11 @@ from torch import Tensor
 from benchmarks.cases.gated_linear import CASES, Case
 from lowbit_kernels.composed import gated_linear
 from lowbit_kernels.runtime import launches
-from lowbit_kernels.weight_only.weight_mm_decode_sm90 import planned
+from lowbit_kernels.weight_only.weight_mm_decode_sm90 import DecodeProduct, planned, takes
 from lowbit_kernels.weight_only.weight_operands import Gate
 from tests.kernels import decode_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.test_weight_mm_decode_formats import NAMED, Product
 from tests.kernels.test_weight_mm_decode_sm90_gpu import operands, operands_of, run_planned
 from tests.schemes import relative_error
 
@@ -93,6 +94,27 @@ def test_the_kernel(
     out, expected = gated(case, gate, 33 if n > 1000 else 2)
     assert out.shape == (m, n // 2)
     assert relative_error(out, expected) < BOUND[dtype]
+
+
+@pytest.mark.skipif(not COMPILER, reason="no g++")
+@pytest.mark.cover("values")
+@pytest.mark.parametrize(("m", "k"), [(1, 1024), (1, 4096), (5, 768)])
+@pytest.mark.parametrize("name", ["int3-value", "uint8", "float8_e4m3fn", "nf4", "mxfp4", "nvfp4"])
+def test_the_kernel_in_every_kind_of_format(name: str, m: int, k: int) -> None:
+    """Also the scales of parts alone, and teams."""
+    given = Product(NAMED[name], m, 48, k)
+    given.ends = None, None
+    gate = Gate("silu", 1e-5 if m == 1 else None)
+    own = given.operands._replace(gate=gate)
+    assert takes(own)
+    chosen = planned(own, 2, splits=(1,), heights=(1,))
+    assert chosen is not None
+    with decode_emulator.emulated():
+        out = DecodeProduct(own, chosen)(given.tensors)
+    codes, scale, zero_point, global_scale = given.weight.values()
+    parts = given.x.double(), codes, scale, zero_point, given.group_size, global_scale
+    how = given.bits, given.table, gate.activation, m == 1, 1e-5
+    assert relative_error(out, gated_linear.reference(*parts, *how)) < 3e-3
 
 
 @pytest.mark.skipif(not COMPILER, reason="no g++")

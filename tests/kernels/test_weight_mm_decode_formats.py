@@ -53,6 +53,7 @@ class Product:
         self.table = tuple(weight.pop("table"))
         self.weight = {name: None if t is None else t.to(device) for name, t in weight.items()}
         self.x = torch.randn(m, k).to(device, dtype)
+        self.ends: tuple[Tensor | None, Tensor | None]
         self.ends = torch.randn(n).to(device, dtype), torch.randn(m, n).to(device, dtype)
 
     @property

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import lowbit as lb
+from lowbit.convert import side_by_side
+from lowbit_kernels.runtime import launches
 from recipes.decode.__main__ import (
     PRESETS,
     Row,
@@ -132,6 +134,24 @@ def test_low_bit_rows_decode_what_their_model_does(plain: Llama, row: Row) -> No
     model = converted(plain, row)
     expected = model.generate(prompt(), 9, temperature=0)
     assert torch.equal(Decoder(model, 2, 20).generate(prompt(), 9), expected)
+
+
+@torch.no_grad()
+@over_rows
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_gate_and_up_that_lie_side_by_side_are_one_product(
+    plain: Llama, row: Row, backend: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they do on a GPU."""
+    monkeypatch.setattr(side_by_side, "DEVICES", ("cpu",))
+    model = converted(plain, row)
+    expected = model.generate(prompt(), 9, temperature=0)
+    decoder = Decoder(model, 2, 20, backend)
+    assert all(decoder.joint)
+    with launches.counted() as calls:
+        found = decoder.generate(prompt(), 9)
+    assert torch.equal(found, expected)
+    assert calls["gated_linear", "composed"] == 8 * len(model.blocks)
 
 
 @torch.no_grad()

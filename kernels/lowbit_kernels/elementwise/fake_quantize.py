@@ -25,9 +25,10 @@ of ``lowbit.numerics.scale_format``. With e = floor(log2 high), and g the global
     scale        given: float32, bfloat16 or float16 [R, ceil(C / G)]; it may be negative
     zero_point   given: int8 or uint8, or the dtype of the scale, of the same shape; None where it is always 0
     global_scale g, with e4m3 scales: float32 [M], one for each R / M rows
-    values       [R, C], contiguous, in a dtype of those of x; rounded once, from float32. Those of x that lies
-                 transposed in memory, as experts [E, K, N] that are rounded along K, lie so too
-    inside       uint8 [R, ceil(C / G), ceil(G / 8)]: bit e % 8 of byte e // 8 belongs to element e of the block
+    values       [R, C], contiguous, in a dtype of those of x; rounded once, from float32. Where x lies transposed in
+                 memory, as experts [E, K, N] that are rounded along K do, and G is at most 256, so do the values
+    inside       uint8 [R, ceil(C / G), ceil(G / 8)]: bit e % 8 of byte e // 8 belongs to element e of the block. Bits
+                 beyond a row or a block mean nothing
 
 Every float32 operation is rounded once, and sums of products run in float64, where the product is exact. So values and
 `inside` equal those of ``Spec.fake_quantize`` to the bit. On GPUs a clamp stands between each product and a sum of
@@ -42,7 +43,7 @@ The gradients for given parameters are those of ``lowbit.numerics.learned_scales
     grad_scale = sum over the block of g * ((value - x)/s where inside, else code - c)
     grad_zero  = sum over the block of g where not inside
 
-c is the code of z, the value that the zero point stands for: 0 for float8 and "asymmetric", mid - 1/2 for
+c is the code of z, the value that the zero point stands for: 0 for floats and "asymmetric", mid - 1/2 for
 "half_integer", otherwise mid. The sums are float32 and deterministic.
 
 `fake_quantize_descent` is a step of sign descent on x, on the parameter p of the scale, and on the parameter q of the
@@ -53,7 +54,8 @@ value that the zero point stands for (`lowbit.numerics.learned_scales`):
     x ← x - rate * |s| * sign(grad_x)                 values = x rounded by the new s and zero point
 
 On GPUs a Triton kernel runs: a program computes several short blocks, or one of up to 16,384 elements, and reads each
-element once. It reads longer blocks twice. On a CPU, PyTorch's operations run.
+element once. It reads longer blocks twice. Another kernel takes x that lies transposed in memory, with G up to 256.
+On a CPU, PyTorch's operations run.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ LONGEST = 256
 
 
 def takes(x: Tensor, group_size: int) -> bool:
-    """True if x [..., R, C] has at most three dimensions and lies transposed, and its blocks are short."""
-    if x.ndim not in (2, 3) or min(x.shape) == 0 or min(group_size, x.shape[-1]) > LONGEST:
+    """True if x [R, C] or [M, R, C] lies transposed in memory, and its blocks are short."""
+    if x.ndim not in (2, 3) or min(x.shape) == 0 or group_size > LONGEST:
         return False
     return x.stride(-2) == 1 and x.stride(-1) >= x.shape[-2] > 1
 
@@ -52,8 +52,8 @@ def _turned_tile(
     BLOCKS: tl.constexpr,
     SIZE: tl.constexpr,
 ):
-    """Of the program's blocks, all of one matrix and group: the matrix, the group, rows, columns, which rows exist, and
-    which elements do."""
+    """The place of a program's blocks, which belong to one matrix and one group: the matrix, the group, rows, columns,
+    which rows exist, and which elements do."""
     matrix = (tl.program_id(0) // (chunks * groups)).to(tl.int64)
     group = tl.program_id(0) // chunks % groups
     row = tl.program_id(0) % chunks * BLOCKS + tl.arange(0, BLOCKS)
@@ -78,7 +78,7 @@ def _forward_turned(
     chunks,  # programs of the rows of a group
     stride,  # of a column of x
     matrix_stride,
-    matrices,  # for which `global_scale` has a number
+    rows_each,  # for which `global_scale` has a number
     GIVEN: tl.constexpr,
     INSIDE: tl.constexpr,
     MAPPING: tl.constexpr,
@@ -108,7 +108,7 @@ def _forward_turned(
         if SCALES == "float":
             s, z = _chosen(low, high, MAPPING, LOW, HIGH, MID, SCALE_DTYPE)
         else:
-            own = row * 0 + matrix // matrices
+            own = (matrix * rows + row) // rows_each
             s, z = _stored(high, global_scale, own, exists, MAPPING, SCALES, HIGH)
     _, inside, _, value = _round(values, s, z, ZERO, FLOAT_BITS, LOW, HIGH, MID, MARGIN)
     to = (matrix * columns + column[None, :]) * rows + row[:, None]
@@ -144,10 +144,14 @@ def _zero_outside_turned(
     tl.store(out + to, tl.where(kept, g, 0.0).to(out.dtype.element_ty), mask=mask)
 
 
-def _tiling(rows: int, columns: int, group_size: int) -> dict[str, int]:
-    size = max(8, triton.next_power_of_2(min(group_size, columns)))
+def _tiling(rows: int, group_size: int) -> dict[str, int]:
+    size = max(8, triton.next_power_of_2(group_size))
     blocks = min(TILE // size, triton.next_power_of_2(rows))
     return {"BLOCKS": blocks, "SIZE": size, "num_warps": 4}
+
+
+def _dense_columns(x: Tensor) -> Tensor:
+    return x if x.stride(-2) == 1 else x.mT.contiguous().mT
 
 
 def results(x: Tensor, group_size: int, dtype: torch.dtype, inside: bool) -> tuple[Tensor, Tensor]:
@@ -172,15 +176,15 @@ def quantize(
     global_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """``lowbit::fake_quantize`` of x that `takes` accepts; the arguments have been checked."""
-    operands, x = (x, scale, zero_point, None, global_scale), _as_read(x)
+    operands, x = (x, scale, zero_point, None, global_scale), _dense_columns(_as_read(x))
     out, bits = results(x, group_size, stored_dtype(dtype, x.device), inside)
     rows, columns = x.shape[-2:]
     groups, matrices = -(-columns // group_size), x.shape[0] if x.ndim == 3 else 1
     scales = x if scale is None else _as_read(scale.contiguous())
     zeros = x if zero_point is None else _as_read(zero_point.contiguous())
     shared = x if global_scale is None else global_scale.contiguous()
-    each = 1 if global_scale is None else matrices // max(len(global_scale), 1)
-    tiling = _tiling(rows, columns, group_size)
+    each = 1 if global_scale is None else rows * matrices // len(global_scale)
+    tiling = _tiling(rows, group_size)
     chunks = triton.cdiv(rows, tiling["BLOCKS"])
     sizes = rows, columns, groups, chunks, x.stride(-1), x.stride(0) if x.ndim == 3 else 0, each
     launch(
@@ -205,11 +209,10 @@ def quantize(
 def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
     """`grad` [..., R, C] where `inside`, elsewhere 0, transposed in memory as the values of `quantize` are."""
     rows, columns = grad.shape[-2:]
-    if grad.stride(-2) != 1:
-        grad = grad.mT.contiguous().mT
+    grad = _dense_columns(grad)
     out = torch.empty_like(grad.mT, memory_format=torch.contiguous_format).mT
     matrices, matrix_stride = (grad.shape[0], grad.stride(0)) if grad.ndim == 3 else (1, 0)
-    tiling = _tiling(rows, columns, group_size)
+    tiling = _tiling(rows, group_size)
     chunks, groups = triton.cdiv(rows, tiling["BLOCKS"]), inside.shape[-2]
     with torch.cuda.device_of(grad):
         _zero_outside_turned[(chunks * groups * matrices,)](

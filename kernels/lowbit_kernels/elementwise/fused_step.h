@@ -128,7 +128,7 @@ DEVICE float nearest_upper_half(float w, int &below) {
 }
 
 // A weight as bf16, the upper half of the result, and `below`, what `correction` keeps of it: 16 more bits if EXACT, else
-// 8. For 8 the weight is rounded to these 24 bits first. Of NaN, infinities and values beyond bf16 they keep nothing.
+// 8. For 8 the weight is rounded to these 24 bits first. `below` is 0 for NaN, infinities and values beyond bf16.
 DEVICE float split_weight(float w, int &below) {
     if constexpr (ROUNDING == EXACT) return nearest_upper_half(w, below);
     const uint32 own = float_bits(w), bits = own + 0x80 & 0xffffff00u, upper = bits + 0x8000 & 0xffff0000u;

@@ -16,6 +16,8 @@ FORMATS = {
     "e2m1": torch.float32,
 }
 """The dtype of codes by their format. Codes of e2m1 are its values, as those of float8."""
+LARGEST = {"e4m3": 448.0, "e5m2": 57344.0, "e2m1": 6.0}
+"""The highest code of floating-point formats."""
 HALF_STEPS = {"e4m3": 16.0, "e5m2": 4096.0, "e2m1": 1.0}
 """Half of the last step of floating-point formats: numbers within it of an end round to that end."""
 
@@ -131,6 +133,11 @@ class Grid(NamedTuple):
         if self.scales not in SCALES:
             raise ValueError(f"scales must be one of {', '.join(SCALES)}, got {self.scales!r}")
         if self.float_bits:
+            largest = LARGEST[self.format]
+            if (self.low, self.high) != (-largest, largest):
+                raise ValueError(
+                    f"codes of {self.format} are {-largest:g} to {largest:g}, got {self.low:g} to {self.high:g}"
+                )
             accepted = MAPPINGS[: 2 if self.scales == E8M0 else 1]
             if self.mapping not in accepted:
                 raise ValueError(
@@ -153,7 +160,8 @@ class Grid(NamedTuple):
             what = "need a global_scale" if takes else "take no global_scale"
             kind = f"{self.scales} scales that are {'computed' if scale is None else 'given'}"
             raise ValueError(f"{kind} {what}; those of e4m3 that are computed take one")
-        if global_scale is not None and rows % max(len(global_scale), 1):
+        count = 0 if global_scale is None else len(global_scale)
+        if global_scale is not None and (rows % count if count else rows):
             raise ValueError(
-                f"global_scale has a number for each R / M rows, got {len(global_scale)} for {rows} rows"
+                f"global_scale has a number for each R / M rows, got {count} for {rows} rows"
             )

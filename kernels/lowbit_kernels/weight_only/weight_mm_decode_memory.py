@@ -12,7 +12,7 @@ BOX_BYTES = 2048  # most bytes of a row that one copy loads
 X_BYTES = 1024  # most bytes of a token's x that one copy loads
 # Bytes of tiles that a block loads at once. With more in flight they arrive later, and out of order.
 IN_FLIGHT = 112 * 1024
-# Of a block beside one of another launch that has a multiprocessor for itself among the blocks of its own launch.
+# Bytes of a block that leave room for one of another launch on the multiprocessor, but not for a second one like it.
 ALONE = 116 * 1024
 LOOK_UP_BYTES = 64 * 1024  # all pairs of two numbers of E2M1, once a lane
 FEW_STAGES = 3  # with fewer than these, blocks copy the scales of their parts of rows alone

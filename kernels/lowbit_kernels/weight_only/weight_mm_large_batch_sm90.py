@@ -146,36 +146,11 @@ def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> 
     candidates = divisions(m, n, k, unpacking, multiprocessors)
     clocks = {c: _clocks(c, m, n, k, unpacking) for c in candidates}
     best = min(candidates, key=clocks.__getitem__)
-    mixed = [
-        c
-        for of in candidates
-        if of.tokens > 64 and clocks[of] < MIXED_WITHIN * clocks[best]
-        for c in mixes(of, m, n)
-    ]
-    clocks |= {c: _clocks(c, m, n, k, unpacking) for c in mixed}
-    first = min(mixed, key=clocks.__getitem__, default=best)
-    return first if clocks[first] < MIXED_GAIN * clocks[best] else best
-
-
-def mixes(of: LargeBatchDivision, m: int, n: int) -> list[LargeBatchDivision]:
-    """The divisions with the same tiles and smaller ones in the last rows. Blocks then share the last rounds evenly.
-    None where blocks or warp groups share sums."""
-    tile, height, columns = Tile(*of[:3]), -(-n // (of.rows * of.beside)), -(-m // of.tokens)
-    if of.split > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
-        return []
-    rounds = columns * height // of.clusters
-    full = {
-        rows
-        for i in range(max(rounds - LAST_ROUNDS + 1, 1), rounds + 1)
-        for rows in (i * of.clusters // columns, -(-i * of.clusters // columns))
-        if 0 < rows < height
-    }
-    return [
-        of._replace(last_tokens=tokens, full_rows=rows)
-        for tokens in TOKENS
-        if 64 <= tokens < min(of.tokens, m)
-        for rows in sorted(full)
-    ]
+    found = MIXED_GAIN * clocks[best], best
+    for of in candidates:
+        if of.tokens > 64 and clocks[of] < MIXED_WITHIN * clocks[best]:
+            found = _mixed(found, of, m, n, k, unpacking)
+    return found[1]
 
 
 def divisions(
@@ -277,8 +252,6 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacki
     count as 128 bytes or more; memory, at 2,420 bytes a clock for all clusters. The end of a tile, and the exchange of
     sums where blocks share them, come on top.
     """
-    if plan.last_tokens:
-        return _mixed_clocks(plan, m, n, k, unpacking)
     tile, tokens = Tile(*plan[:3]), plan.tokens
     chunks, columns = -(-k // (plan.chunk * plan.split)), -(-m // tokens)
     chunk = _chunk_clocks(plan, tokens, m, unpacking)
@@ -295,23 +268,47 @@ def _clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacki
     return 1560 + clocks
 
 
-def _mixed_clocks(plan: LargeBatchDivision, m: int, n: int, k: int, unpacking: Unpacking) -> float:
-    """The same for tiles of two sizes, by the block that takes the longest."""
-    sizes, chunks = (plan.tokens, plan.last_tokens), -(-k // plan.chunk)
-    first, second = (
-        chunks * _chunk_clocks(plan, tokens, m, unpacking) + _end_clocks(plan, tokens)
-        for tokens in sizes
+def _mixed(
+    best: tuple[float, LargeBatchDivision],
+    of: LargeBatchDivision,
+    m: int,
+    n: int,
+    k: int,
+    unpacking: Unpacking,
+) -> tuple[float, LargeBatchDivision]:
+    """The clocks and the division of the best product with the tiles of `of` and smaller ones in the last rows, so that
+    blocks share the last rounds evenly. `best` where none takes fewer clocks, or where blocks or warp groups share
+    sums. The clocks are those of the block that takes the longest.
+    """
+    tile, height, columns = Tile(*of[:3]), -(-n // (of.rows * of.beside)), -(-m // of.tokens)
+    if of.split > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
+        return best
+    rounds, chunks = columns * height // of.clusters, -(-k // of.chunk)
+    full = {
+        rows
+        for i in range(max(rounds - LAST_ROUNDS + 1, 1), rounds + 1)
+        for rows in (i * of.clusters // columns, -(-i * of.clusters // columns))
+        if 0 < rows < height
+    }
+    sizes = [of.tokens, *(t for t in TOKENS if 64 <= t < min(of.tokens, m))]
+    first, *others = (
+        chunks * _chunk_clocks(of, t, m, unpacking) + _end_clocks(of, t) for t in sizes
     )
-    columns, last_columns = (-(-m // tokens) for tokens in sizes)
-    count = plan.full_rows * columns
-    height = -(-n // (plan.rows * plan.beside))
-    tiles = count + (height - plan.full_rows) * last_columns
-    longest = 0.0
-    for block in {i % plan.clusters for i in (0, count - 1, count, tiles - 1)}:
-        own = -(-max(count - block, 0) // plan.clusters)
-        others = -(-max(tiles - block, 0) // plan.clusters) - own
-        longest = max(longest, own * first + others * second)
-    return 1560 + longest * (DRIFT if plan.beside == 1 else 1.0) * _mixing(plan)
+    slower = (DRIFT if of.beside == 1 else 1.0) * _mixing(of)
+    for tokens, last in zip(sizes[1:], others, strict=True):
+        for rows in sorted(full):
+            count = rows * columns
+            tiles = count + (height - rows) * -(-m // tokens)
+            longest = (count * first + (tiles - count) * last) / of.clusters  # at least
+            if 1560 + longest * slower >= best[0]:
+                continue
+            for block in {i % of.clusters for i in (0, count - 1, count, tiles - 1)}:
+                own = -(-max(count - block, 0) // of.clusters)
+                more = -(-max(tiles - block, 0) // of.clusters) - own
+                longest = max(longest, own * first + more * last)
+            if 1560 + longest * slower < best[0]:
+                best = 1560 + longest * slower, of._replace(last_tokens=tokens, full_rows=rows)
+    return best
 
 
 def _mixing(plan: LargeBatchDivision) -> float:
@@ -521,10 +518,9 @@ def _kernel(
     device: int,
 ) -> nvrtc.Kernel:
     code = source(dtype, out, unpacking, shape, last_tokens)
-    module = nvrtc.Module(nvrtc.compiled(code, "sm_90a"))
     tokens, rows, groups, _, split, _, chunk, stages = shape
     shared = stages * (_stage(Tile(tokens, rows, groups), unpacking, chunk) + 16)
     shared += _fixed(tokens, rows, groups, split, unpacking)
     more = 1 if last_tokens else 0
     sizes = 17 + 3 * more
-    return module.kernel("weight_mm", sizes, structs=2 + more, shared=shared, overlaps=True)
+    return nvrtc.kernel(code, "weight_mm", sizes, structs=2 + more, shared=shared, overlaps=True)
