@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # optax 0.2.8 with jax 0.10.2, mlx 0.32.4 (CPU): the second moment of Adam and AdamW of bfloat16 parameters never gets
 # smaller. 1,000 gradients of 1 and then 2,000 of zero leave it at 0.5, where float32 has 0.085 and float16 0.10. It
-# does not reach the 0.63 of float32 in the first 1,000 steps either. So does optax.rmsprop with decay=0.999; with 0.99,
-# mlx's RMSprop forgets. After a spike of gradients, steps stay short for the rest of the run: gradients of 0.01 after
+# does not reach the 0.63 of float32 in the first 1,000 steps either. optax.rmsprop with decay=0.999 is the same; mlx's
+# RMSprop, with 0.99, forgets. After a spike of gradients, steps stay short for the rest of the run: gradients of 0.01 after
 # those of 1 take steps of 0.014 learning rates in bfloat16, for ever, and of 0.57 in float32 after 8,000 steps.
 #
 # One would guess that moments of such a type are coarse, off by the 0.4% of its last bit, and follow the gradients. But

@@ -54,7 +54,7 @@ def runs(spec: Spec, x: Tensor, in_backward: bool = False, given: bool = False) 
     if torch.compiler.is_compiling():
         accepted = ("backward", "everywhere") if in_backward else ("everywhere",)
         # NVFP4 in graphs: a test of it failed on a GPU, for a reason that was not found
-        found = IN_GRAPHS in accepted and in_graphs(x) and spec.scale_format not in _GLOBAL
+        found = IN_GRAPHS in accepted and in_graphs(x) and not _has_global(spec)
     else:
         found = kernels.fake_quantize.runs_on(x.device)
     return (
@@ -75,8 +75,11 @@ def in_graphs(x: Tensor) -> bool:
 
 _SCALES = {"float": "float", "e8m0": "e8m0", "e4m3": "e4m3", "e4m3_inverse": "e4m3"}
 """How the kernel chooses scales, by their format."""
-_GLOBAL = ("e4m3", "e4m3_inverse")
-"""Those with a global scale."""
+
+
+def _has_global(spec: Spec) -> bool:
+    """True if all scales of a matrix share a global scale."""
+    return spec.scales is not None and spec.scales.joint is not None
 
 
 def _grid_name(spec: Spec) -> str:
@@ -182,11 +185,13 @@ def _in_groups(spec: Spec, size: int) -> Spec:
 
 
 def _takes(joint: Tensor | None, spec: Spec) -> bool:
-    return joint is None or spec.scale_format in _GLOBAL
+    """True if the kernel can be given what siblings share."""
+    return joint is None or _has_global(spec)
 
 
 def _global_scale(x: Tensor, spec: Spec, joint: Tensor | None) -> Tensor | None:
-    if spec.scale_format not in _GLOBAL:
+    """The global scales of x [..., N, K], float32, one a matrix; None for a format without them."""
+    if not _has_global(spec):
         return None
     if joint is None:
         joint = spec.joint_part([x], torch.float32)
@@ -197,8 +202,7 @@ def _in_parts(
     x: Tensor, spec: Spec, scale_dtype: torch.dtype, clips: bool, joint: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """`spec.rounded`, a few experts at a time: its temporaries take many times the memory of a stack."""
-    shares = spec.scales is not None and spec.scales.joint is not None
-    parts = [slice(None)] if shares or joint is not None else parts_of(x, spec)
+    parts = [slice(None)] if _has_global(spec) or joint is not None else parts_of(x, spec)
     if len(parts) == 1:
         return spec.rounded(x, scale_dtype, clips, joint)
     values = torch.empty_like(x, memory_format=torch.contiguous_format)

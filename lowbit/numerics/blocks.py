@@ -56,3 +56,12 @@ def block_sums(x: Tensor, block_size: Sequence[int], dtype: torch.dtype | None =
     """The sum of each block, [n0, n1, …], in `dtype` or that of `x`."""
     blocks = in_blocks(x, block_size)
     return blocks.sum(within(blocks), dtype=dtype)
+
+
+def for_elements(numbers: Tensor, block_size: Sequence[int], shape: Sequence[int]) -> Tensor:
+    """`numbers` [n0, n1, …], one a block, as one for each element of `shape`, beyond which the last blocks may reach. A
+    block of 1 leaves its dimension as it is."""
+    for dim, size in enumerate(block_size):
+        if size > 1:
+            numbers = numbers.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
+    return numbers

@@ -441,11 +441,10 @@ class Spec(_Computed):
         mask.
 
         "symmetric_no_clipping_err" and float8 put the largest value on the last code. In float8 with e8m0 scales
-        "symmetric_no_clipping_err" puts it on or below the last code, and in FP4 (E2M1) less than half a step beyond
-        it; "symmetric" may clip it. The rounding of a
-        scale to bfloat16 moves it by 2^-8 of itself, which is half a step of 8 bits at most: -128 to -128.5, which
-        rounds to -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16 small scales are subnormal and have fewer
-        digits.
+        "symmetric_no_clipping_err" puts it on or below the last code, and in MXFP4 less than half a step beyond it;
+        "symmetric" may clip it. The rounding of a scale to bfloat16 moves it by 2^-8 of itself, which is half a step of
+        8 bits at most: -128 to -128.5, which rounds to -128. Unsigned codes reach 128.5 - 128.5 = 0 too. In float16
+        small scales are subnormal and have fewer digits.
         """
         scale_dtype = self.scale_dtype or scale_dtype
         if self.static or scale_dtype is torch.float16:

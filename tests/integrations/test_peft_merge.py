@@ -356,6 +356,30 @@ def test_siblings_stay_together_where_peft_merges(kind: str, way: str, safe: boo
         model.unmerge_adapter()
 
 
+@pytest.mark.parametrize("way", ["merge_adapter", "merge_and_unload"])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_siblings_stay_together_with_adapters_of_two_kinds(mixed: bool, way: str) -> None:
+    """Each layer lacks one of the active adapters, which is nothing to warn of."""
+    model: Any = llama()
+    lb.quantize_(model, SCHEMES["nvfp4"], is_inner_linear)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["q_proj"]), mixed=mixed)
+    config = peft.LoHaConfig if mixed else peft.LoraConfig
+    model.add_adapter("other", config(r=2, target_modules=["v_proj"]))
+    model.base_model.set_adapter(["default", "other"])
+    torch.manual_seed(0)
+    fill_adapters(model, 1.0)
+    wanted = copy.deepcopy(model)
+    lowbit.peft.merge_(wanted)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        merged = getattr(model.base_model, way)() or model
+    shared = joint_parts(merged)
+    assert shared and all(torch.equal(own[0], t) for own in shared for t in own)
+    held = wanted.merge_and_unload() if way == "merge_and_unload" else wanted
+    for name, param in held.named_parameters():
+        assert torch.equal(param, merged.get_parameter(name)), name
+
+
 def test_pefts_own_merge_that_would_wipe_out_siblings_is_refused() -> None:
     """And the model is as it was."""
     model = scaled(torch.float32, "nvfp4", 1e30, ["q_proj"])

@@ -2,8 +2,8 @@
 
 A search finds the least error over the batches that it sees. With few of them, or at many bits, where both are about as
 good, the outputs for others may be further from those in high precision than with scales of the largest values. Then
-the weights of the place are rounded by these. Errors of blocks do not tell what the model loses by all of them, so the
-whole model is compared at the end, where it is in memory.
+the weights of the place are rounded by these. The errors of single blocks do not tell what the model loses by all of
+them. So a model in memory is compared as a whole at the end.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class HeldOutLosses(NamedTuple):
 
     @property
     def kept(self) -> bool:
-        """True if the weights are those of the steps."""
+        """True if the weights are those of the steps; for the whole model, in all places that kept them."""
         return self.found <= self.minmax or math.isnan(self.minmax)
 
     def __str__(self) -> str:
@@ -47,8 +47,8 @@ class HeldOutLosses(NamedTuple):
 
 
 Beside = list[tuple["Target", Any, "LayerResult"]]
-"""Weights of a place, the same by min-max, or by the steps where those by min-max are in the place; and what the report
-says of them if they are exchanged."""
+"""For each weight of a place: its target; the other weight, by min-max, or by the steps once the two are exchanged; and
+what the report says of min-max."""
 
 
 @dataclass
@@ -56,9 +56,10 @@ class MinMax:
     """The low-bit weights that min-max rounding gives, beside those of the steps, in the same form.
 
     Attributes:
-        weights: of the place whose weights are being rounded.
-        places: of earlier places that kept those of the steps, with the losses there. They lie in host memory.
-        keeps: False drops them, so that the whole model is not compared.
+        weights: those of the place that is being rounded.
+        places: for each earlier place that kept the weights of the steps, its losses and the weights by min-max, which
+            lie in host memory.
+        keeps: False leaves `places` empty, and the whole model is not compared.
     """
 
     weights: Beside = field(default_factory=list)
@@ -96,7 +97,7 @@ class MinMax:
 
 
 def _compared(place: HeldOut, weights: list[Beside]) -> HeldOutLosses:
-    """The losses of a place as it is, and by min-max. The place stays as it is."""
+    """The losses of a place as it is, and by min-max. Afterwards the place is as it was."""
     found = mean_loss(place.block, place.over)
     for own in weights:
         _exchange(own)

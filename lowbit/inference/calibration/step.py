@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowbit.convert import Target
 from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.inputs import Moments, energy, product
+from lowbit.numerics.blocks import for_elements
 from lowbit.numerics.gain import takes_any_scale, with_scales_times
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
@@ -215,11 +216,7 @@ def of_parts(layer: Layer, each: Sequence[Tensor]) -> Tensor:
 
 def by_rows(t: Tensor, spec: Spec, shape: tuple[int, ...]) -> Tensor:
     """Scales or zero points [blocks along each dimension] with one entry for each row: [..., N, blocks along K]."""
-    block = spec.block_size(shape)
-    for dim in range(len(shape) - 1):
-        if block[dim] > 1:
-            t = t.repeat_interleave(block[dim], dim).narrow(dim, 0, shape[dim])
-    return t
+    return for_elements(t, (*spec.block_size(shape)[:-1], 1), shape)
 
 
 class Step:

@@ -67,16 +67,16 @@ def autoquant(
     one launch may serve them; or the stacked experts of a module. Damages and times of units are added up, and
     `lowbit.convert.least` finds the best choice. Then the whole plan is measured. For a budget of damage this is
     repeated, until what the whole plan loses on the held-out batches meets the budget. With `timed` the whole model
-    then runs by the plan and by the fastest single scheme that meets the budget, in turns, and the single scheme is the
-    plan unless the other takes at least 1% less time.
+    then runs by the plan and by the fastest single scheme that meets the budget, in turns. The single scheme is
+    returned unless the plan takes at least 1% less time.
 
     Args:
         model: a plain model.
         batches: each is a mapping of keyword arguments, a tuple or list of arguments, or one argument of the model, on
             any device. Read once, and kept.
         schemes: the schemes or dicts of patterns to choose among; high precision is always a choice. None: 2, 3, 4, 6
-            and 8 bits. Or the `costs` of an earlier plan, which are then not measured again; `timed` then times whole
-            models alone.
+            and 8 bits. Or the `costs` of an earlier plan, which are then not measured again; only whole models are
+            timed then.
         filter_fn: that of `lowbit.quantize_`. None takes embeddings, too.
         bits: at most so many bits a weight on average, scales included; the damage is the least.
         damage: at most this damage, of the whole plan on `held_out`; the time is the least, or without `timed` the
@@ -136,7 +136,7 @@ def autoquant(
         return plan
 
     def is_faster(plan: Plan, single: Plan) -> bool:
-        """True if the whole model is worth the plan; without batches to time always."""
+        """True if the plan takes at least 1% less time for the whole model, or there are no batches to time."""
         if not moved:
             return True
         own, other = in_turns(model, moved, [changed(plan), changed(single)])

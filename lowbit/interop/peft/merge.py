@@ -7,7 +7,7 @@
     model = model.merge_and_unload()                        # or: the model without adapters, in low bits
 
 PEFT's own `merge_adapter` works too, but rounds once for each adapter, and `unmerge_adapter` once more, so W does not
-come back. Siblings that share a part of their scales share it after that too (`lowbit.interop.peft.own_merges`).
+come back. Siblings go on sharing a part of their scales (`lowbit.interop.peft.own_merges`).
 `merge_` dequantizes the base to float32, lets PEFT add all adapters by its own formula of LoRA, DoRA, LoHa, IA3 and the
 others, and rounds the sum once. A block keeps its scale if that scale is nearer, and siblings keep what they share of
 their scales. Where a sum is larger than that can hold, all siblings get a power of two times as much, which changes no
@@ -196,9 +196,10 @@ def _changed(
 
 def change_siblings(
     model: nn.Module, layers: Mapping[str, Any], change: Callable[[Any], None]
-) -> None:
+) -> list[str]:
     """Let `change`, PEFT's merge or its reverse, change the weights of layers that share a part of their scales with
-    siblings, so that they still share it. Other layers are left alone, as are sharded weights and those on meta.
+    siblings, so that they still share it. Returns the names of these layers. Others are left alone, as are sharded
+    weights and those on meta.
 
     Args:
         model: with all siblings.
@@ -211,6 +212,7 @@ def change_siblings(
     families = {id(w): [*f.values()] for f in frozen_families(model) for w in f.values()}
     done: list[Kept] = []
     lost: dict[Any, float] = {}
+    changed: list[str] = []
     try:
         for name, layer in layers.items():
             weight = getattr(layer.get_base_layer(), attribute_of(layer), None)
@@ -220,6 +222,7 @@ def change_siblings(
             done.append(Kept.of_layer(layer))
             whole = _name_of(name, layer)
             _changed(whole, layer, partial(change, layer), _Siblings(own, done, lost))
+            changed.append(name)
             if not lost:
                 done.clear()
         _check_lost(model, lost)
@@ -227,6 +230,7 @@ def change_siblings(
         while done:
             done.pop().restore()
         raise
+    return changed
 
 
 @dataclass

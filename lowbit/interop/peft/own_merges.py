@@ -1,8 +1,8 @@
 """PEFT's own `merge_adapter`, `unmerge_adapter` and `merge_and_unload` over siblings that share a part of their scales.
 
-PEFT changes one weight after the other, and each would take scales of its own, so that q, k and v in NVFP4 had three
-global scales, and servers that merge these layers refused them. So these methods change such siblings together first
-(`lowbit.interop.peft.merge.change_siblings`), and PEFT then goes on with all other layers.
+PEFT changes one weight after the other, and each would take scales of its own. q, k and v in NVFP4 would then have
+three global scales, which servers that merge these layers refuse. So these methods first change such siblings together
+(`lowbit.interop.peft.merge.change_siblings`). PEFT then goes on with all other layers.
 """
 
 from __future__ import annotations
@@ -18,17 +18,21 @@ from typing import Any
 from lowbit_kernels.runtime.when_imported import when_imported
 
 _METHODS = ("merge_adapter", "unmerge_adapter", "_unload_and_optionally_merge")
+_CLASSES = {"peft.tuners.tuners_utils": "BaseTuner", "peft.tuners.mixed.model": "MixedModel"}
+"""The classes that have such methods of their own, by their modules."""
 
 
 def listen() -> None:
     """Wrap the methods as soon as PEFT is imported, or now."""
-    when_imported("peft.tuners.tuners_utils", _wrap)
+    for module in _CLASSES:
+        when_imported(module, _wrap)
 
 
 def _wrap(module: ModuleType) -> None:
+    kind = getattr(module, _CLASSES[module.__name__])
     for name in _METHODS:
-        if (method := getattr(module.BaseTuner, name, None)) is not None:
-            setattr(module.BaseTuner, name, _together(method))
+        if (method := vars(kind).get(name)) is not None:
+            setattr(kind, name, _together(method))
 
 
 def _together(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,11 +63,12 @@ def _together(method: Callable[..., Any]) -> Callable[..., Any]:
 
         merging = importlib.import_module("lowbit.interop.peft.merge")
         due = {n: layer for n, layer in merging.layers_of(self.model).items() if is_due(layer)}
-        if not due:
+        if not merging.change_siblings(self.model, due, change):
             return method(self, *args, **kwargs)
-        merging.change_siblings(self.model, due, change)
         with warnings.catch_warnings():  # of the layers that are done
-            warnings.filterwarnings("ignore", "All adapters are already merged|Already unmerged")
+            warnings.filterwarnings(
+                "ignore", "All adapters are already|Already (unmerged|following)"
+            )
             return method(self, *args, **kwargs)
 
     return changed

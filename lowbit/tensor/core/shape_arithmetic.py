@@ -1,7 +1,7 @@
 """The shape arithmetic of a low-bit tensor: its parts, and tensors made of several, by those of its inner tensors.
 
 By default the inner tensors that `_row_attrs` names are cut and joined along dimension 0, and nothing else is possible.
-A representation overrides the methods that its layout answers otherwise.
+A representation overrides the methods for which its layout needs another answer.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Kind = TypeVar("Kind", bound=Any)
 
 
 class ShapeArithmetic:
-    """Mixin of LowbitTensor. Slices and views share the memory of the tensor; each method gives one of its class."""
+    """Mixin of LowbitTensor. Results are of the tensor's class. Slices, views and transposes share its memory."""
 
     def _row_attrs(self: Any) -> tuple[str, ...]:
         """Names of the inner tensors whose dimension 0 runs along this tensor's; all rows share the others."""

@@ -408,8 +408,8 @@ def joined(state_dict: Mapping[str, Any], model: nn.Module | None = None) -> dic
 
 
 followers: list[Callable[[nn.Module], None]] = []
-"""Called with a model at the end of each `load_state_dict`, after one that put a low-bit parameter in the place of a
-plain one."""
+"""Called with the model at the end of a `load_state_dict` that put a low-bit parameter in the place of a plain one, and
+of each later one."""
 readers: list[Callable[[], None]] = []
 """Called while a module hands out the parts of a low-bit parameter."""
 
@@ -424,8 +424,8 @@ def register(module: nn.Module) -> None:
 
 
 def _follow_load() -> None:
-    """Let `followers` know the model that is being loaded, if one is: `load_state_dict(…, assign=True)` puts low-bit
-    weights in the place of plain ones, and torch tells each module and not the model."""
+    """Have `followers` called with the model that is being loaded, if one is. `load_state_dict(…, assign=True)` puts
+    low-bit weights in the place of plain ones, and torch tells only each module, not the model."""
     model: Any = None
     for frame, _ in traceback.walk_stack(sys._getframe(1)):
         if frame.f_code is _LOAD:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.linear.frozen.row import READ_BY_OPS
+from lowbit.numerics.blocks import for_elements
 from lowbit.numerics.lookup_table import DYNAMIC8, LookupTable
 from lowbit.numerics.scale_format import E4M3, Double
 from lowbit.numerics.spec import Spec, crop
@@ -71,8 +72,9 @@ class ReadByOps:
         found = _layout(self.spec, shape)
         codes, zero_point = self.codes, self.zero_point
         if found.blocks is not None:
-            scale = _of_rows(scale, found.blocks)
-            zero_point = None if zero_point is None else _of_rows(zero_point, found.blocks)
+            scale = for_elements(scale, found.blocks, shape)
+            if zero_point is not None:
+                zero_point = for_elements(zero_point, found.blocks, shape)
         if is_flat and codes.ndim > 2:
             codes, scale = codes.flatten(0, -2), scale.flatten(0, -2)
             zero_point = None if zero_point is None else zero_point.flatten(0, -2)
@@ -156,11 +158,3 @@ def _scales(weight: Any) -> tuple[Tensor, Tensor | None]:
         return weight.scale_values(), None
     scale: Tensor = weight.scale
     return scale.float() if scale.dtype is torch.float64 else scale, None
-
-
-def _of_rows(t: Tensor, blocks: tuple[int, ...]) -> Tensor:
-    """One scale for each row, of those of blocks of rows."""
-    for dim, size in enumerate(blocks):
-        if size > 1:
-            t = t.repeat_interleave(size, dim)
-    return t

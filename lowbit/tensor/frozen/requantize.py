@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.numerics.blocks import block_sums, for_elements
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.row_chunks import row_chunks
 from lowbit.tensor.core import check_finite, nears_end
@@ -239,13 +240,10 @@ def _squared_error(
 def _block_sums(spec: Any, values: Tensor) -> Tensor:
     """The sum of each block of `values` [..., N, K]."""
     padded = spec.pad(values)
-    for dim, size in enumerate(spec.block_size(padded.shape)):
-        padded = padded.unflatten(dim, (-1, size)).sum(dim + 1)
-    return padded
+    return block_sums(padded, spec.block_size(padded.shape))
 
 
 def _for_elements(spec: Any, of_blocks: Tensor, values: Tensor) -> Tensor:
     """A number for each block of `values` as one for each of its elements."""
-    for dim, size in enumerate(spec.block_size(spec.padded_shape(values.shape))):
-        of_blocks = of_blocks.repeat_interleave(size, dim)
-    return of_blocks[tuple(slice(size) for size in values.shape)]
+    block = spec.block_size(spec.padded_shape(values.shape))
+    return for_elements(of_blocks, block, values.shape)
