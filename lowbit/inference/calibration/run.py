@@ -73,6 +73,9 @@ from lowbit.tracing.observer import Method
 if TYPE_CHECKING:
     from lowbit.formats.folder import Folder
 
+THEN_MINMAX = ", then min-max"
+"""Ends the method of a weight that is worse on the batches held out than by min-max rounding."""
+
 
 class Run:
     """One calibration of a model.
@@ -243,7 +246,9 @@ class Run:
             back = [name for name, losses in self.report.held_out if not losses.kept]
             better = "the steps are nowhere worse on them than min-max rounding"
             if back:
-                better = f"min-max rounding is better on them in {_some(back, 'places')}, and stays"
+                taken = sum(layer.method.endswith(THEN_MINMAX) for layer in layers)
+                better = f"min-max rounding is better on them in {_some(back, 'places')}"
+                better += f", and {taken} of {len(layers)} weights take it"
             count = self.batches.held_out
             found.append(f"{count} of {count + self.batches.total} batches were held out; {better}")
         short = [layer.name for layer in layers if layer.has_few_rows]
@@ -446,7 +451,7 @@ class Run:
         unreached = moments.rows.count(0) if moments.stack and rows else 0
         method = ", ".join(self.methods.get(target.fqn, ["to nearest"]))
         seconds, had_batches = time.perf_counter() - began, bool(self.batches.total)
-        methods = [method, f"{method}, then min-max"][: len(after)]
+        methods = [method, method + THEN_MINMAX][: len(after)]
         return [
             LayerResult(
                 *(target.fqn, own, seconds, before, error, rows, unreached, few, share, had_batches)
