@@ -22,6 +22,7 @@ from torch import Tensor
 
 import lowbit_kernels as kernels
 from lowbit.numerics import learned_scales
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.learned_scales import (
     RATE,
@@ -34,7 +35,7 @@ from lowbit.numerics.learned_scales import (
 )
 from lowbit.numerics.lookup_table import E2M1, LookupTable
 from lowbit.numerics.number_format import Int
-from lowbit.numerics.spec import Spec, crop
+from lowbit.numerics.spec import Spec
 from lowbit.numerics.straight_through import StraightThrough, where_set
 from lowbit_kernels.runtime.library import FLOATS
 

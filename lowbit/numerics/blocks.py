@@ -65,3 +65,18 @@ def for_elements(numbers: Tensor, block_size: Sequence[int], shape: Sequence[int
         if size > 1:
             numbers = numbers.repeat_interleave(size, dim).narrow(dim, 0, shape[dim])
     return numbers
+
+
+def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """The leading `shape` of a padded tensor that was just computed: a contiguous copy, as modules may choose a product
+    by the strides of a weight. `t` itself where nothing was padded."""
+    if t.shape == torch.Size(shape):
+        return t
+    if t.is_cpu and torch.compiler.is_compiling():
+        # Inductor (torch 2.13) merges a slice into what computed `t`, and on CPUs the merged loop over groups of more
+        # than 8 elements leaves out the last, cut one: its elements stay uninitialized. It computes all of a strided
+        # tensor.
+        return t.as_strided(shape, t.stride()).contiguous()
+    for dim, size in enumerate(shape):
+        t = t.narrow(dim, 0, size)
+    return t.contiguous()

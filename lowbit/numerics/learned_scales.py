@@ -38,11 +38,11 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.affine import grid_of, half_step, scale_of_largest, smallest_scale
-from lowbit.numerics.blocks import block_sums, in_blocks, one_a_block
+from lowbit.numerics.blocks import block_sums, crop, in_blocks, one_a_block
 from lowbit.numerics.code_range import clamped, within_range
 from lowbit.numerics.float32 import computed_again, round_to_dtype
 from lowbit.numerics.number_format import Int
-from lowbit.numerics.spec import Spec, crop
+from lowbit.numerics.spec import Spec
 
 RATE = 0.125
 """Scale or zero point per unit of its parameter, at most."""

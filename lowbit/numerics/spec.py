@@ -30,6 +30,7 @@ from lowbit.numerics.affine import (
     unchecked_grid,
     unclamped_codes,
 )
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.code_range import FLOATS, CodeType, clamped, within_range
 from lowbit.numerics.float32 import round_to_dtype
 from lowbit.numerics.granularity import Granularity, PerBlock, PerTensor
@@ -47,21 +48,6 @@ ScaleFormatName = Literal["float", "e8m0", "e4m3", "e4m3_inverse", "double", "su
 MOST_PADDING, ALWAYS_PADDED = 256, 2**20
 """The most elements that a whole number of blocks may have, as a multiple of the tensor's own, and the elements up to
 which any multiple is taken."""
-
-
-def crop(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """The leading `shape` of a padded tensor that was just computed: a contiguous copy, as modules may choose a product
-    by the strides of a weight. `t` itself where nothing was padded."""
-    if t.shape == torch.Size(shape):
-        return t
-    if t.is_cpu and torch.compiler.is_compiling():
-        # Inductor (torch 2.13) merges a slice into what computed `t`, and on CPUs the merged loop over groups of more
-        # than 8 elements leaves out the last, cut one: its elements stay uninitialized. It computes all of a strided
-        # tensor.
-        return t.as_strided(shape, t.stride()).contiguous()
-    for dim, size in enumerate(shape):
-        t = t.narrow(dim, 0, size)
-    return t.contiguous()
 
 
 class _Computed:

@@ -51,7 +51,7 @@ def network(scheme: Any = None) -> nn.Module:
 def _quick_wrappers() -> Iterator[None]:
     """A package's C++ that calls the compiled kernels: optimized, its compilation takes twice as long. Headers that are
     compiled ahead pay for a third package, and there are two. Loops of vectors stay: Inductor compiles them wrong where
-    `lowbit.numerics.spec.crop` does not prevent it."""
+    `lowbit.numerics.blocks.crop` does not prevent it."""
     options = {"compile_wrapper_opt_level": "O0", "precompile_headers": False}
     with torch._inductor.config.patch({f"aot_inductor.{n}": value for n, value in options.items()}):
         yield

@@ -159,7 +159,9 @@ def test_the_model_loses_no_more_than_by_min_max(wrong: tuple[int, ...]) -> None
     assert place == "the model" and not losses.kept and all(own.kept for _, own in blocks), report
     back = {name for name, layer in report.layers.items() if layer.method.endswith("min-max")}
     assert back and set(differing(model, rounded)) == report.layers.keys() - back
-    text = f"is better on them in the model, and {len(back)} of {len(report.layers)} weights take it"
+    text = (
+        f"is better on them in the model, and {len(back)} of {len(report.layers)} weights take it"
+    )
     assert text in report.notes[-1]
     lost = []
     for one in (model, rounded):

@@ -11,11 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.cases.fake_quantize import CASES, Case
 from lowbit.numerics.affine import unclamped_codes
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.granularity import PerRow
 from lowbit.numerics.learned_scales import RATE, learned_fake_quantize, learns_zero, rate_of
 from lowbit.numerics.number_format import Int
-from lowbit.numerics.spec import Spec, crop
+from lowbit.numerics.spec import Spec
 from lowbit_kernels.elementwise import fake_quantize
 from lowbit_kernels.elementwise.fake_quantize import (
     fake_quantize_gradients,

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from benchmarks.cases.fake_quantize import CASES, Case
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.learned_scales import RATE, as_parameters, gradients, qparams, rate_of
 from lowbit.numerics.learned_scales import codes_and_residual as of_codes
 from lowbit.numerics.number_format import Int
-from lowbit.numerics.spec import crop
 from lowbit_kernels.elementwise.fake_quantize import fake_quantize_descent
 from lowbit_kernels.runtime import launches
 from tests.kernels.interpreted import interpreted, names

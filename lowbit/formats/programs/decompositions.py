@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.packing import unpack
-from lowbit.numerics.spec import crop
 from lowbit_kernels.weight_only.codes_format import bits_of, float_scale
 
 _MOST_INT8_ROWS = 20

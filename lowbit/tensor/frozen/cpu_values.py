@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Int
-from lowbit.numerics.spec import Spec, crop
+from lowbit.numerics.spec import Spec
 from lowbit_kernels.runtime.launches import ran
 
 if TYPE_CHECKING:

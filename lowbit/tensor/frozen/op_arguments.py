@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from lowbit.linear.frozen.row import READ_BY_OPS
-from lowbit.numerics.blocks import for_elements
+from lowbit.numerics.blocks import crop, for_elements
 from lowbit.numerics.lookup_table import DYNAMIC8, LookupTable
 from lowbit.numerics.scale_format import E4M3, Double
-from lowbit.numerics.spec import Spec, crop
+from lowbit.numerics.spec import Spec
 
 # Names of this module, because looking up an attribute takes as long as some of these calls.
 _is_compiling = torch.compiler.is_compiling

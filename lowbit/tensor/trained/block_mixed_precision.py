@@ -15,9 +15,9 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit.linear.low_bit_linear import Codes, transposed
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.scale_format import E8M0
-from lowbit.numerics.spec import crop
 from lowbit.schemes.mixed_precision import BLOCK, Float8BlockMixedPrecision
 from lowbit.tensor.core import Gather, InnerShapes, LowbitTensor, Wire
 from lowbit.tensor.frozen import Float8Tensor

@@ -19,11 +19,11 @@ from torch.nn import functional as F
 from lowbit.linear.coded_linear import CodedWeight, codes_again
 from lowbit.linear.fused_rounding import Inside
 from lowbit.numerics.affine import smallest_scale
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.code_range import within_range
 from lowbit.numerics.learned_scales import RESIDUAL_STEPS, gradients, of_factors, rate_of
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8
-from lowbit.numerics.spec import crop
 from lowbit.tensor.core import Gather, InnerShapes, Wire, stored_shape
 from lowbit.tensor.trained.other_products import is_sparse
 from lowbit.tensor.trained.packed_codes import unpacked, words_in

@@ -23,8 +23,9 @@ from torch.nn import functional as F
 
 import lowbit_kernels as kernels
 from lowbit.linear.low_bit_linear import Codes, transposed
+from lowbit.numerics.blocks import crop
 from lowbit.numerics.packing import unpack
-from lowbit.numerics.spec import Spec, crop
+from lowbit.numerics.spec import Spec
 from lowbit.schemes.low_bit_weights import Int4Weight
 from lowbit.schemes.presets import Int4WeightOnly
 from lowbit.tensor.core import InnerShapes, stored_shape
