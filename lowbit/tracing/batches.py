@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -45,6 +45,27 @@ def output_tensor(output: Any) -> Tensor:
         f"the model's output is a {type(output).__name__} without loss, logits or a tensor; accepted: an output with "
         "one of them, or a function of model and batch where the call takes a loss"
     )
+
+
+def has_tensor(output: Any) -> bool:
+    """True if `output_tensor` finds one."""
+    with suppress(TypeError):
+        output_tensor(output)
+        return True
+    return False
+
+
+def compared_tensor(output: Any) -> Tensor | None:
+    """What `output_tensor` finds, or else the first tensor of floats in what the output holds by other names: in
+    mappings, dataclasses and other objects, tuples and lists. None if there is none."""
+    if has_tensor(output):
+        found = output_tensor(output)
+        return found if found.is_floating_point() else None
+    if hasattr(output, "__dict__") and not isinstance(output, Mapping):
+        output = vars(output)
+    held = list(output.values()) if isinstance(output, Mapping) else output
+    within = map(compared_tensor, held if isinstance(held, tuple | list) else ())
+    return next((tensor for tensor in within if tensor is not None), None)
 
 
 @contextmanager

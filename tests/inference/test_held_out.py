@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -273,3 +274,44 @@ def test_blocks_without_weights_are_not_compared() -> None:
         build(), INT3, [tokens(0)], is_last, steps=[Search()], held_out=[tokens(1)]
     )
     assert [place for place, _ in report.held_out] == ["block 2", "the model"]
+
+
+class Named(Stack):
+    """Gives its output as `made` says."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.made(super().forward(ids))
+
+
+@pytest.mark.parametrize("blocks", [None, []])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda y: {"text": "no tensor", "parts": [("name", y)], "other": None},
+        lambda y: SimpleNamespace(scores=y),
+        lambda y: {"ids": y.argmax(-1), "scores": y},
+    ],
+)
+def test_outputs_of_other_names_are_compared(made: Any, blocks: Any) -> None:
+    torch.manual_seed(0)
+    report = lb.calibrate(Named(made), INT3, [tokens(i) for i in range(8)], blocks=blocks)
+    name, losses = report.held_out[-1]
+    assert name == "the model" and 0 < losses.found <= losses.minmax
+
+
+@pytest.mark.parametrize("blocks", [None, []])
+@pytest.mark.parametrize("made", [lambda y: None, lambda y: {"ids": y.argmax(-1)}, Tensor.long])
+def test_outputs_without_floats_are_left_out_and_named(made: Any, blocks: Any) -> None:
+    torch.manual_seed(0)
+    model = Named(made)
+    report = lb.calibrate(model, INT3, [tokens(i) for i in range(8)], blocks=blocks)
+    assert [name for name, _ in report.held_out] == (
+        [] if blocks == [] else [f"block {i}" for i in range(3)]
+    )
+    alone = "nothing was" if blocks == [] else "its blocks alone were"
+    assert f"hold no floats, so that {alone} compared" in str(report)
+    assert isinstance(model.layers[0].up_proj.weight, LowbitTensor)

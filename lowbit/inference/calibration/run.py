@@ -148,6 +148,7 @@ class Run:
         """What the scales of siblings share, by the name of each weight."""
         self.varied: list[str] = []
         """Weights that some batch multiplies more often than was foreseen."""
+        self.held: set[str] = set()
         self.minmax = MinMax(keeps=not self.memory.streams)
         self.advance: Callable[[int], None] = lambda count: None
 
@@ -246,6 +247,12 @@ class Run:
                 better = f"min-max rounding is better on them in {_some(back, 'places')}, and stays"
             count = self.batches.held_out
             found.append(f"{count} of {count + self.batches.total} batches were held out; {better}")
+        if self.batches.held_out and not (self.memory.streams or "the model" in self.held):
+            alone = "its blocks alone were" if self.held else "nothing was"
+            found.append(
+                f"the model's outputs hold no floats, so that {alone} compared on the batches held out; held_out=[] "
+                "lets the steps see all batches"
+            )
         short = [layer.name for layer in layers if layer.has_few_rows]
         if short and any(step.needs == "full" for step in self.steps):
             found.append(
@@ -275,8 +282,10 @@ class Run:
         elif isinstance(stage, Block):
             self._learn(stage)
         elif isinstance(stage, HeldOut):
+            self.held.add(stage.block.name)
             self._hold(stage)
         elif isinstance(stage, Left):
+            self.minmax.weights = []  # of a place whose outputs hold nothing to compare
             self.varied += sorted(set().union(*self.batches.ranks.gathered(set(stage.varied))))
             if not self.over_model:
                 self._replace()
