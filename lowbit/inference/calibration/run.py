@@ -248,9 +248,9 @@ class Run:
             count = self.batches.held_out
             found.append(f"{count} of {count + self.batches.total} batches were held out; {better}")
         if self.batches.held_out and not (self.memory.streams or "the model" in self.held):
-            alone = "its blocks alone were" if self.held else "nothing was"
+            rest = "its blocks alone were" if self.held else "nothing was"
             found.append(
-                f"the model's outputs hold no floats, so that {alone} compared on the batches held out; held_out=[] "
+                f"the model's outputs hold no floats, so that {rest} compared on the batches held out; held_out=[] "
                 "lets the steps see all batches"
             )
         short = [layer.name for layer in layers if layer.has_few_rows]
