@@ -246,6 +246,9 @@ def test_a_single_scheme_stays_unless_the_plan_is_faster(
     )  # fmt: skip
     assert len(compared) == 2 and len(compared[0]) > len(compared[1])
     assert (len(set(plan.values())) > 1) == is_mixed
+    why = f"the whole model takes {ratio} ms by the plan of several and 1 ms by int8(group_size=32) for all"
+    assert plan.why.startswith(why) and plan.why.endswith("to leave it") != is_mixed
+    assert plan.why in str(plan)
     assert plan.measured <= (lost[0] + lost[1]) / 2
 
 
