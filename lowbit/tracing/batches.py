@@ -35,9 +35,11 @@ def entry(output: Any, name: str) -> Any:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The logits, the last hidden state, the tensor itself, or the first one in a tuple or list."""
+    """The logits, the last hidden state, the tensor itself, or the first one in a tuple or list: the first with
+    dimensions if there is one, since a loss may stand before logits."""
     named = [entry(output, name) for name in ("logits", "last_hidden_state")]
     several = list(output) if isinstance(output, tuple | list) else []
+    several.sort(key=lambda x: isinstance(x, Tensor) and x.ndim == 0)
     for found in (output, *named, *several):
         if isinstance(found, Tensor):
             return found
@@ -65,7 +67,8 @@ def compared_tensor(output: Any) -> Tensor | None:
         output = vars(output)
     held = list(output.values()) if isinstance(output, Mapping) else output
     within = map(compared_tensor, held if isinstance(held, tuple | list) else ())
-    return next((tensor for tensor in within if tensor is not None), None)
+    tensors = [tensor for tensor in within if tensor is not None]
+    return next((tensor for tensor in tensors if tensor.ndim), *tensors[:1] or [None])
 
 
 @contextmanager

@@ -519,3 +519,18 @@ def test_one_whole_model_is_quantized_at_a_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(call, "_together", made)
     lb.autoquant(llama(), BATCHES[:1], SCHEMES, every, bits=5)
     assert len(alive) == len(SCHEMES)
+
+
+def test_a_loss_before_logits_is_not_what_is_measured() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.inner(ids)
+            return logits.mean(), logits
+
+    found = lb.autoquant(WithLoss(), BATCHES[:1], [INT4], bits=6).costs
+    expected = lb.autoquant(llama(), BATCHES[:1], [INT4], bits=6).costs
+    assert [c.damage for c in found.choices] == [c.damage for c in expected.choices]
