@@ -168,6 +168,13 @@ def test_the_model_loses_no_more_than_by_min_max(wrong: tuple[int, ...]) -> None
         pairs = zip(plain, found, strict=True)
         lost.append(sum(float((p.exp() * (p - q)).sum()) for p, q in pairs))
     assert lost[0] <= lost[1] * (1 + 1e-5)
+    of_back = {name.replace("layers.", "block ").rsplit(".", 2)[0] for name in back}
+    assert losses.back == tuple(sorted(of_back)) and losses.left is not None
+    assert losses.left <= losses.minmax < losses.found
+    assert f"with min-max in {', '.join(losses.back)} {losses.left:.3e}, which is kept" in str(
+        report
+    )
+    assert f"and stays, for the model in {', '.join(losses.back)}" in report.notes[-1]
 
 
 def read_by_one_channel(model: Stack) -> Stack:
@@ -294,6 +301,7 @@ class Named(Stack):
         lambda y: {"text": "no tensor", "parts": [("name", y)], "other": None},
         lambda y: SimpleNamespace(scores=y),
         lambda y: {"ids": y.argmax(-1), "scores": y},
+        lambda y: {"cost": y.mean(), "scores": y},
     ],
 )
 def test_outputs_of_other_names_are_compared(made: Any, blocks: Any) -> None:
@@ -315,3 +323,11 @@ def test_outputs_without_floats_are_left_out_and_named(made: Any, blocks: Any) -
     alone = "nothing was" if blocks == [] else "its blocks alone were"
     assert f"hold no floats, so that {alone} compared" in str(report)
     assert isinstance(model.layers[0].up_proj.weight, LowbitTensor)
+
+
+def test_a_loss_before_logits_is_not_what_is_compared() -> None:
+    found = []
+    for made in (lambda y: y, lambda y: (y.mean(), y)):
+        torch.manual_seed(0)
+        found.append(lb.calibrate(Named(made), INT3, [tokens(i) for i in range(8)]).held_out)
+    assert found[0] == found[1]

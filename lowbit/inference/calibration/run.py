@@ -245,6 +245,8 @@ class Run:
             better = "the steps are nowhere worse on them than min-max rounding"
             if back:
                 better = f"min-max rounding is better on them in {_some(back, 'places')}, and stays"
+                if of_model := [name for _, losses in self.report.held_out for name in losses.back]:
+                    better += f", for the model in {_some(of_model, 'places')}"
             count = self.batches.held_out
             found.append(f"{count} of {count + self.batches.total} batches were held out; {better}")
         if self.batches.held_out and not (self.memory.streams or "the model" in self.held):
