@@ -68,7 +68,8 @@ def compared_tensor(output: Any) -> Tensor | None:
     held = list(output.values()) if isinstance(output, Mapping) else output
     within = map(compared_tensor, held if isinstance(held, tuple | list) else ())
     tensors = [tensor for tensor in within if tensor is not None]
-    return next((tensor for tensor in tensors if tensor.ndim), *tensors[:1] or [None])
+    tensors.sort(key=lambda tensor: tensor.ndim == 0)
+    return tensors[0] if tensors else None
 
 
 @contextmanager

@@ -537,7 +537,8 @@ class Run:
             learned = Losses(**(losses | {"held_out": held_out}))
             self.report.learned.append((name, learned))
         for name, losses in results["held_out"]:
-            self.report.held_out.append((name, HeldOutLosses(**losses)))
+            back = tuple(losses.get("back", ()))
+            self.report.held_out.append((name, HeldOutLosses(**(losses | {"back": back}))))
         while targets:
             target = targets.pop(0)
             # A tied weight has the name that the folder gives it.
