@@ -50,7 +50,12 @@ class Plan(dict[str, Scheme | None]):
         measured: what the model loses with all of them rounded; None if that was not measured.
         milliseconds: the time of the modules that hold these weights; None if that was not measured.
         costs: the choices from which the plan was made. They are not saved.
+
+    Attributes:
+        why: why `lowbit.autoquant` took this plan and no other, where it compared some. It is not saved.
     """
+
+    why = ""
 
     def __init__(
         self,
@@ -69,10 +74,11 @@ class Plan(dict[str, Scheme | None]):
         self.measured, self.milliseconds, self.costs = measured, milliseconds, costs
 
     def __str__(self) -> str:
-        """The figures, and a line for each pattern."""
+        """The figures, why it was taken, and a line for each pattern."""
         width = max(map(len, self), default=0)
+        why = [f"  {self.why}"] if self.why else []
         return "\n".join(
-            [self.figures, *(f"  {name:<{width}}  {_shown(s)}" for name, s in self.items())]
+            [self.figures, *why, *(f"  {name:<{width}}  {shown(s)}" for name, s in self.items())]
         )
 
     @property
@@ -140,7 +146,8 @@ def _scheme(pattern: str, given: Any, path: Any) -> Scheme | None:
         raise ValueError(f"{path}: {pattern!r}: {error}") from error
 
 
-def _shown(scheme: Scheme | None) -> str:
+def shown(scheme: Scheme | None) -> str:
+    """A scheme as `Plan` prints it."""
     return "high precision" if scheme is None else lines.line_of(scheme) or str(scheme)
 
 
@@ -198,7 +205,7 @@ class Costs:
         """A table: a line for each unit and scheme."""
         rows = [("unit", "scheme", "bytes", self.measure, *(("ms",) if self.timed else ()))]
         for c in self.choices:
-            schemes = " | ".join(dict.fromkeys(map(_shown, c.schemes.values())))
+            schemes = " | ".join(dict.fromkeys(map(shown, c.schemes.values())))
             time = (f"{c.milliseconds:.4g}",) if self.timed else ()
             rows.append((c.unit, schemes, f"{c.nbytes:,}", f"{c.damage:.3g}", *time))
         return aligned(rows, left=(0, 1))

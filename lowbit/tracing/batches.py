@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -35,9 +35,11 @@ def entry(output: Any, name: str) -> Any:
 
 
 def output_tensor(output: Any) -> Tensor:
-    """The logits, the last hidden state, the tensor itself, or the first one in a tuple or list."""
+    """The logits, the last hidden state, the tensor itself, or the first one in a tuple or list: the first with
+    dimensions if there is one, since a loss may stand before logits."""
     named = [entry(output, name) for name in ("logits", "last_hidden_state")]
     several = list(output) if isinstance(output, tuple | list) else []
+    several.sort(key=lambda x: isinstance(x, Tensor) and x.ndim == 0)
     for found in (output, *named, *several):
         if isinstance(found, Tensor):
             return found
@@ -45,6 +47,29 @@ def output_tensor(output: Any) -> Tensor:
         f"the model's output is a {type(output).__name__} without loss, logits or a tensor; accepted: an output with "
         "one of them, or a function of model and batch where the call takes a loss"
     )
+
+
+def has_tensor(output: Any) -> bool:
+    """True if `output_tensor` finds one."""
+    with suppress(TypeError):
+        output_tensor(output)
+        return True
+    return False
+
+
+def compared_tensor(output: Any) -> Tensor | None:
+    """What `output_tensor` finds, or else the first tensor of floats in what the output holds by other names: in
+    mappings, dataclasses and other objects, tuples and lists. None if there is none."""
+    if has_tensor(output):
+        found = output_tensor(output)
+        return found if found.is_floating_point() else None
+    if hasattr(output, "__dict__") and not isinstance(output, Mapping):
+        output = vars(output)
+    held = list(output.values()) if isinstance(output, Mapping) else output
+    within = map(compared_tensor, held if isinstance(held, tuple | list) else ())
+    tensors = [tensor for tensor in within if tensor is not None]
+    tensors.sort(key=lambda tensor: tensor.ndim == 0)
+    return tensors[0] if tensors else None
 
 
 @contextmanager

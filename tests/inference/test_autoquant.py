@@ -246,6 +246,9 @@ def test_a_single_scheme_stays_unless_the_plan_is_faster(
     )  # fmt: skip
     assert len(compared) == 2 and len(compared[0]) > len(compared[1])
     assert (len(set(plan.values())) > 1) == is_mixed
+    why = f"the whole model takes {ratio} ms by the plan of several and 1 ms by int8(group_size=32) for all"
+    assert plan.why.startswith(why) and plan.why.endswith("to leave it") != is_mixed
+    assert plan.why in str(plan)
     assert plan.measured <= (lost[0] + lost[1]) / 2
 
 
@@ -516,3 +519,18 @@ def test_one_whole_model_is_quantized_at_a_time(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(call, "_together", made)
     lb.autoquant(llama(), BATCHES[:1], SCHEMES, every, bits=5)
     assert len(alive) == len(SCHEMES)
+
+
+def test_a_loss_before_logits_is_not_what_is_measured() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = llama()
+
+        def forward(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.inner(ids)
+            return logits.mean(), logits
+
+    found = lb.autoquant(WithLoss(), BATCHES[:1], [INT4], bits=6).costs
+    expected = lb.autoquant(llama(), BATCHES[:1], [INT4], bits=6).costs
+    assert [c.damage for c in found.choices] == [c.damage for c in expected.choices]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -101,7 +102,7 @@ def test_what_is_worse_is_rounded_by_min_max(name: str, blocks: str) -> None:
     assert report.notes == [
         "2 of 4 batches were held out; min-max rounding is better on them in "
         + ("the model" if blocks == "none" else "4 places (before the blocks, block 0, block 1, …)")
-        + ", and 7 of 7 weights take it"
+        + ", and stays there"
     ]
     assert "which is kept" in str(report) and str(report).count("Ruin, then min-max") == 7
 
@@ -159,10 +160,6 @@ def test_the_model_loses_no_more_than_by_min_max(wrong: tuple[int, ...]) -> None
     assert place == "the model" and not losses.kept and all(own.kept for _, own in blocks), report
     back = {name for name, layer in report.layers.items() if layer.method.endswith("min-max")}
     assert back and set(differing(model, rounded)) == report.layers.keys() - back
-    text = (
-        f"is better on them in the model, and {len(back)} of {len(report.layers)} weights take it"
-    )
-    assert text in report.notes[-1]
     lost = []
     for one in (model, rounded):
         with torch.no_grad():
@@ -170,6 +167,14 @@ def test_the_model_loses_no_more_than_by_min_max(wrong: tuple[int, ...]) -> None
         pairs = zip(plain, found, strict=True)
         lost.append(sum(float((p.exp() * (p - q)).sum()) for p, q in pairs))
     assert lost[0] <= lost[1] * (1 + 1e-5)
+    of_back = {name.replace("layers.", "block ").rsplit(".", 2)[0] for name in back}
+    assert losses.back == tuple(sorted(of_back)) and losses.left is not None
+    assert losses.left <= losses.minmax < losses.found
+    assert f"with min-max in {', '.join(losses.back)} {losses.left:.3e}, which is kept" in str(
+        report
+    )
+    where = f"for the whole model in {', '.join(losses.back)}, and stays there"
+    assert report.notes[-1].endswith(f"min-max rounding is better on them {where}")
 
 
 def read_by_one_channel(model: Stack) -> Stack:
@@ -276,3 +281,53 @@ def test_blocks_without_weights_are_not_compared() -> None:
         build(), INT3, [tokens(0)], is_last, steps=[Search()], held_out=[tokens(1)]
     )
     assert [place for place, _ in report.held_out] == ["block 2", "the model"]
+
+
+class Named(Stack):
+    """Gives its output as `made` says."""
+
+    def __init__(self, made: Any) -> None:
+        super().__init__()
+        self.made = made
+
+    def forward(self, ids: Tensor) -> Any:
+        return self.made(super().forward(ids))
+
+
+@pytest.mark.parametrize("blocks", [None, []])
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda y: {"text": "no tensor", "parts": [("name", y)], "other": None},
+        lambda y: SimpleNamespace(scores=y),
+        lambda y: {"ids": y.argmax(-1), "scores": y},
+        lambda y: {"cost": y.mean(), "scores": y},
+    ],
+)
+def test_outputs_of_other_names_are_compared(made: Any, blocks: Any) -> None:
+    torch.manual_seed(0)
+    report = lb.calibrate(Named(made), INT3, [tokens(i) for i in range(8)], blocks=blocks)
+    name, losses = report.held_out[-1]
+    assert name == "the model" and 0 < losses.found <= losses.minmax
+
+
+@pytest.mark.parametrize("blocks", [None, []])
+@pytest.mark.parametrize("made", [lambda y: None, lambda y: {"ids": y.argmax(-1)}, Tensor.long])
+def test_outputs_without_floats_are_left_out_and_named(made: Any, blocks: Any) -> None:
+    torch.manual_seed(0)
+    model = Named(made)
+    report = lb.calibrate(model, INT3, [tokens(i) for i in range(8)], blocks=blocks)
+    assert [name for name, _ in report.held_out] == (
+        [] if blocks == [] else [f"block {i}" for i in range(3)]
+    )
+    alone = "nothing was" if blocks == [] else "its blocks alone were"
+    assert f"hold no floats, so that {alone} compared" in str(report)
+    assert isinstance(model.layers[0].up_proj.weight, LowbitTensor)
+
+
+def test_a_loss_before_logits_is_not_what_is_compared() -> None:
+    found = []
+    for made in (lambda y: y, lambda y: (y.mean(), y)):
+        torch.manual_seed(0)
+        found.append(lb.calibrate(Named(made), INT3, [tokens(i) for i in range(8)]).held_out)
+    assert found[0] == found[1]

@@ -17,7 +17,7 @@ from lowbit.numerics.granularity import PerGroup
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
-from tests.integrations.models import TOKENS, logits, mixtral, qwen3_moe, train
+from tests.integrations.models import TOKENS, gpt_oss, logits, mixtral, qwen3_moe, train
 from tests.train.problems import relative, values
 
 SCHEMES = {
@@ -86,6 +86,33 @@ def test_gradients_are_those_of_the_rounded_weights(implementation, scales) -> N
 
 @pytest.mark.cover("values")
 @both_scales
+@pytest.mark.parametrize("make", [qwen3_moe, gpt_oss])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_compiled_where_transformers_takes_its_own_op(make, dtype, scales) -> None:
+    """Outputs and gradients in graphs, before and after `convert_`: those of weights that are not bfloat16."""
+    model = stock(make, "grouped_mm").to(dtype).train()
+    qat.prepare_(model, lb.Int4WeightOnly(16), is_experts, scales=scales)
+    block = model.model.layers[0].mlp
+    torch._dynamo.reset()
+    run = torch.compile(block, backend="aot_eager")
+    for converts in (True, False):
+        x = values(1, 12, 64, dtype=dtype).requires_grad_()
+        wanted = [x, *(p for p in block.parameters() if p.requires_grad)]
+        found, expected = (first(f(x)) for f in (run, block))
+        assert relative(found.detach(), expected.detach()) < 2e-3
+        ours, theirs = (
+            torch.autograd.grad(y.float().square().sum(), wanted, allow_unused=True)
+            for y in (found, expected)
+        )
+        assert [g is None for g in ours] == [g is None for g in theirs]
+        pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if b is not None and b.any()]
+        assert pairs and all(relative(a, b) < 1e-2 for a, b in pairs)
+        if converts:
+            qat.convert_(model)
+
+
+@pytest.mark.cover("values")
+@both_scales
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])
 @pytest.mark.parametrize("name", ["int4", "int8-int4"])
 def test_compiled(name, implementation, scales) -> None:
@@ -146,3 +173,7 @@ def test_experts_of_torchtitan(name, use_grouped_mm, scales, monkeypatch) -> Non
     qat.convert_(model)
     assert shown_class(experts) is moe.GroupedExperts
     assert torch.equal(experts(x, counts), y)
+
+
+def first(output: Any) -> torch.Tensor:
+    return output[0] if isinstance(output, tuple) else output

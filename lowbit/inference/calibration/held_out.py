@@ -29,10 +29,14 @@ class HeldOutLosses(NamedTuple):
     Attributes:
         minmax: with scales of the largest values.
         found: with what the steps left.
+        back: the places that take min-max where the model as a whole is better by it. Others keep what the steps left.
+        left: the loss of the model then.
     """
 
     minmax: float
     found: float
+    back: tuple[str, ...] = ()
+    left: float | None = None
 
     @property
     def kept(self) -> bool:
@@ -43,6 +47,8 @@ class HeldOutLosses(NamedTuple):
         text = f"held-out loss {self.found:.3e}, by min-max {self.minmax:.3e}"
         if math.isnan(self.minmax):
             return f"{text}: nothing is compared"
+        if self.back:
+            return f"{text}; with min-max in {', '.join(self.back)} {self.left:.3e}, which is kept"
         return text if self.kept else f"{text}, which is kept"
 
 
@@ -57,13 +63,13 @@ class MinMax:
 
     Attributes:
         weights: those of the place that is being rounded.
-        places: for each earlier place that kept the weights of the steps, its losses and the weights by min-max, which
-            lie in host memory.
+        places: for each earlier place that kept the weights of the steps, its name, its losses and the weights by
+            min-max, which lie in host memory.
         keeps: False leaves `places` empty, and the whole model is not compared.
     """
 
     weights: Beside = field(default_factory=list)
-    places: list[tuple[HeldOutLosses, Beside]] = field(default_factory=list)
+    places: list[tuple[str, HeldOutLosses, Beside]] = field(default_factory=list)
     keeps: bool = True
 
     @torch.no_grad()
@@ -75,24 +81,30 @@ class MinMax:
         if not losses.kept:
             _exchange(own)
         elif self.keeps:
-            self.places.append((losses, [(t, other.to("cpu"), r) for t, other, r in own]))
+            kept = [(t, other.to("cpu"), r) for t, other, r in own]
+            self.places.append((place.block.name, losses, kept))
         return losses, [] if losses.kept else [result for _, _, result in own]
 
     @torch.no_grad()
     def chosen_together(self, model: HeldOut) -> tuple[HeldOutLosses, list[LayerResult]]:
         """Leave weights with which the whole model loses no more than by min-max: where it does, the half of the places
         with the least gain takes those of min-max, then half of the others. Returns what `chosen` does."""
-        left = sorted(self.places, key=lambda one: one[0].found / (one[0].minmax or 1.0))
+        left = sorted(self.places, key=lambda one: one[1].found / (one[1].minmax or 1.0))
+        order = [name for name, _, _ in self.places]
         self.places, results = [], []
-        losses = _compared(model, [own for _, own in left])
+        losses = _compared(model, [own for _, _, own in left])
         loss = losses.found
         while left and not HeldOutLosses(losses.minmax, loss).kept:
             weaker = left[len(left) // 2 :]
             left = left[: len(left) // 2]
-            for _, own in weaker:
+            for _, _, own in weaker:
                 _exchange(own)
                 results += [result for _, _, result in own]
             loss = mean_loss(model.block, model.over)
+        if results:
+            stay = {name for name, _, _ in left}
+            back = tuple(name for name in order if name not in stay)
+            losses = losses._replace(back=back, left=loss)
         return losses, results
 
 

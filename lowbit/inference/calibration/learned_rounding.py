@@ -36,7 +36,13 @@ from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.step import Layer, Step, check_share
 from lowbit.numerics.divergence import distillation_loss
 from lowbit.numerics.whole_number import check_whole
-from lowbit.tracing.batches import deterministic, entry, output_tensor
+from lowbit.tracing.batches import (
+    compared_tensor,
+    deterministic,
+    entry,
+    has_tensor,
+    output_tensor,
+)
 from lowbit.tracing.block_inputs import moved
 
 BETAS = 0.9, 0.99
@@ -265,15 +271,16 @@ class _Learning:
         of those held out."""
         expected = self._target(number)
         output = self.block.run(number)
-        found = torch.atleast_1d(output_tensor(output))
-        expected = moved(torch.atleast_1d(output_tensor(expected).detach()), found.device)
+        found = _read(output)
+        expected = moved(_read(expected).detach(), found.device)
         kind = self.step.loss
         if kind is None:
             is_hidden = (
                 entry(output, "logits") is None and entry(output, "last_hidden_state") is not None
             )
             is_one = found.shape[-1] == 1  # channel, whose softmax is 1
-            kind = "error" if is_hidden or is_one or self.step.over == "blocks" else "kl"
+            is_other = is_hidden or is_one or not has_tensor(output)
+            kind = "error" if is_other or self.step.over == "blocks" else "kl"
         mask, size = self.block.masks[number], len(found)
         sequences, held_out = max(self.block.rows(number), 1), self.held_out[number]
         each, left = divmod(size, sequences)  # tokens may lie in one dimension
@@ -310,6 +317,12 @@ class _Learning:
                     totals[1, part] += rows
         self.block.ranks.add_up(totals)
         return totals.tolist()
+
+
+def _read(output: Any) -> Tensor:
+    """What a loss reads of an output, with one dimension at least."""
+    found = compared_tensor(output)
+    return torch.atleast_1d(output_tensor(output) if found is None else found)
 
 
 def mean_loss(block: Block, over: Literal["blocks", "model"]) -> float:

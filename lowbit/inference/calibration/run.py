@@ -73,9 +73,6 @@ from lowbit.tracing.observer import Method
 if TYPE_CHECKING:
     from lowbit.formats.folder import Folder
 
-THEN_MINMAX = ", then min-max"
-"""Ends the method of a weight that is worse on the batches held out than by min-max rounding."""
-
 
 class Run:
     """One calibration of a model.
@@ -151,6 +148,7 @@ class Run:
         """What the scales of siblings share, by the name of each weight."""
         self.varied: list[str] = []
         """Weights that some batch multiplies more often than was foreseen."""
+        self.held: set[str] = set()
         self.minmax = MinMax(keeps=not self.memory.streams)
         self.advance: Callable[[int], None] = lambda count: None
 
@@ -243,14 +241,26 @@ class Run:
                 "that not all of their inputs were counted; blocks=[] and GPTQ(asymmetric=0) count all"
             )
         if self.report.held_out:
-            back = [name for name, losses in self.report.held_out if not losses.kept]
-            better = "the steps are nowhere worse on them than min-max rounding"
-            if back:
-                taken = sum(layer.method.endswith(THEN_MINMAX) for layer in layers)
-                better = f"min-max rounding is better on them in {_some(back, 'places')}"
-                better += f", and {taken} of {len(layers)} weights take it"
+            held, better = (
+                self.report.held_out,
+                "the steps are nowhere worse on them than min-max rounding",
+            )
+            back = [name for name, losses in held if not (losses.kept or losses.back)]
+            where = [f"in {_some(back, 'places')}"] if back else []
+            if of_model := [name for _, losses in held for name in losses.back]:
+                where.append(f"for the whole model in {_some(of_model, 'places')}")
+            if where:
+                better = (
+                    f"min-max rounding is better on them {' and '.join(where)}, and stays there"
+                )
             count = self.batches.held_out
             found.append(f"{count} of {count + self.batches.total} batches were held out; {better}")
+        if self.batches.held_out and not (self.memory.streams or "the model" in self.held):
+            rest = "its blocks alone were" if self.held else "nothing was"
+            found.append(
+                f"the model's outputs hold no floats, so that {rest} compared on the batches held out; held_out=[] "
+                "lets the steps see all batches"
+            )
         short = [layer.name for layer in layers if layer.has_few_rows]
         if short and any(step.needs == "full" for step in self.steps):
             found.append(
@@ -280,8 +290,10 @@ class Run:
         elif isinstance(stage, Block):
             self._learn(stage)
         elif isinstance(stage, HeldOut):
+            self.held.add(stage.block.name)
             self._hold(stage)
         elif isinstance(stage, Left):
+            self.minmax.weights = []  # of a place whose outputs hold nothing to compare
             self.varied += sorted(set().union(*self.batches.ranks.gathered(set(stage.varied))))
             if not self.over_model:
                 self._replace()
@@ -451,7 +463,7 @@ class Run:
         unreached = moments.rows.count(0) if moments.stack and rows else 0
         method = ", ".join(self.methods.get(target.fqn, ["to nearest"]))
         seconds, had_batches = time.perf_counter() - began, bool(self.batches.total)
-        methods = [method, method + THEN_MINMAX][: len(after)]
+        methods = [method, f"{method}, then min-max"][: len(after)]
         return [
             LayerResult(
                 *(target.fqn, own, seconds, before, error, rows, unreached, few, share, had_batches)
@@ -531,7 +543,8 @@ class Run:
             learned = Losses(**(losses | {"held_out": held_out}))
             self.report.learned.append((name, learned))
         for name, losses in results["held_out"]:
-            self.report.held_out.append((name, HeldOutLosses(**losses)))
+            back = tuple(losses.get("back", ()))
+            self.report.held_out.append((name, HeldOutLosses(**(losses | {"back": back}))))
         while targets:
             target = targets.pop(0)
             # A tied weight has the name that the folder gives it.

@@ -31,7 +31,7 @@ from lowbit.inference.calibration.learned_rounding import Block
 from lowbit.inference.calibration.places import Group, Needs, Place
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.states import Cache, States
-from lowbit.tracing.batches import call, output_tensor
+from lowbit.tracing.batches import call, compared_tensor
 from lowbit.tracing.block_inputs import NotAChain, capture
 
 MOST_HELD = 2**30
@@ -314,7 +314,8 @@ def _held_out(
     kept: Callable[[Iterable[Tensor]], MutableSequence[Tensor]],
     over: Literal["blocks", "model"] = "model",
 ) -> list[HeldOut]:
-    """The outputs of a place for the batches held out, before its weights are rounded; [] without such batches.
+    """The outputs of a place for the batches held out, before its weights are rounded; [] without such batches, and
+    where outputs hold no floats.
 
     Args:
         name, module: of the place.
@@ -325,9 +326,12 @@ def _held_out(
     if not needs.held_out:
         return []
     first = batches.seen
-    outputs = (output_tensor(high(i)) for i in range(first, len(batches)))
+    found = map(compared_tensor, map(high, range(first, len(batches))))
+    outputs = (output for output in found if output is not None)
     targets = kept(outputs if over == "blocks" else _as_many_as_fit(outputs))
     count = len(targets)
+    if not any(batches.ranks.gathered(count)):
+        return []
     masks = [mask_of(batch) for batch in batches[first : first + count]]
     here: Any = lambda i: run(first + i)  # noqa: E731
     block = Block(name, module, count, lambda i: 1, here, high, masks, targets, ranks=batches.ranks)

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from lowbit.convert import Costs, Filter, Plan, PlanChoice, Schemes, budget_of, check_module
+from lowbit.convert.plan import shown
 from lowbit.inference.planning.clock import Clock, in_turns
 from lowbit.inference.planning.fisher import estimated
 from lowbit.inference.planning.units import Option, Unit, units_of, whole
@@ -135,14 +136,12 @@ def autoquant(
         plan.measured = damages(model, seen, [changed(plan)], loss).added[0]
         return plan
 
-    def is_faster(plan: Plan, single: Plan) -> bool:
-        """True if the plan takes at least 1% less time for the whole model, or there are no batches to time."""
-        if not moved:
-            return True
+    def whole_times(plan: Plan, single: Plan) -> tuple[float, float]:
+        """The times of the whole model by the two."""
         own, other = in_turns(model, moved, [changed(plan), changed(single)])
-        return own <= _WORTH * other
+        return own, other
 
-    return _found(measured, is_faster, costs, name, budget)
+    return _found(measured, whole_times if moved else None, costs, name, budget)
 
 
 def _damages(
@@ -232,13 +231,13 @@ def _costs(
 
 def _found(
     measured: Callable[[Plan], Plan],
-    is_faster: Callable[[Plan, Plan], bool],
+    whole_times: Callable[[Plan, Plan], tuple[float, float]] | None,
     costs: Costs,
     name: str,
     budget: float,
 ) -> Plan:
-    """The plan of `lowbit.autoquant`. `measured` measures a finished plan, `is_faster` compares one with a single
-    scheme."""
+    """The plan of `lowbit.autoquant`. `measured` measures a finished plan. `whole_times` gives the times of the model
+    by two of them; None where there are no batches to time."""
     if name != "damage":
         return measured(costs.plan(**{name: budget}))
     single: Plan | None = None
@@ -264,10 +263,38 @@ def _found(
         if high is not None and not low < own < high:
             own = (low + high) / 2
     if best is None:
-        return measured(costs.plan(damage=0.0))
-    if single is None or best is single or not costs.timed or is_faster(best, single):
+        best = measured(costs.plan(damage=0.0))
+        best.why = f"no other plan that was measured loses at most {budget:.4g}"
         return best
-    return single
+    if single is None:
+        best.why = f"no single scheme for all weights loses at most {budget:.4g}"
+        return best
+    name = _name(single)
+    least = "takes the least time" if costs.timed else "takes the fewest bytes"
+    if best is single or dict(best) == dict(single):
+        best.why = f"{name}: of the plans that lose at most {budget:.4g} it {least}"
+        return best
+    best.why = (
+        f"of the plans that lose at most {budget:.4g} it {least}; of single schemes that is {name}"
+    )
+    if costs.timed and whole_times is not None:
+        own, other = whole_times(best, single)
+        compared = f"the whole model takes {own:.4g} ms by the plan of several and {other:.4g} ms by {name}"
+        best.why = single.why = (
+            f"{compared}, the best single scheme that loses at most {budget:.4g}"
+        )
+        if own > _WORTH * other:
+            single.why += "; at least 1% less time is needed to leave it"
+            return single
+    return best
+
+
+def _name(single: Plan) -> str:
+    """A single scheme in words."""
+    scheme = next(iter(single.values()), None)
+    return (
+        "high precision for all weights" if scheme is None else f"{shown(scheme)} for all weights"
+    )
 
 
 def _cost(plan: Plan) -> tuple[float, float]:

@@ -90,7 +90,10 @@ def merge_(
             f"{type(model).__name__} has no layers of PEFT; make them by peft.get_peft_model(model, config)"
         )
     if merged := [name for name, layer in layers.items() if layer.merged]:
-        raise ValueError(f"the adapters of {merged[0]} are merged already; call unmerge_ first")
+        raise ValueError(
+            f"the adapters of {merged[0]} are merged already; call unmerge_() of the report that merge_ gave, or "
+            "unmerge_adapter() of PEFT after its merge_adapter()"
+        )
     if steps is not None and batches is None:
         raise TypeError("steps need batches: merge_(model, batches=…, steps=…)")
     for name, layer in layers.items():

@@ -149,12 +149,16 @@ _CATS = set(_of_tensors("cat", "concat", "concatenate"))
 PARTS = {*READS, *_TRANSPOSES, *_SLICES, *_VIEWS, *_CATS}
 """Functions whose result holds elements of the tensor as they are."""
 
+FORWARD_OPS: set[Any] = set()
+"""Ops that modules call themselves, so that they read. Who registers one adds it."""
+
 
 def reads(func: Any, args: Any, kwargs: Any) -> bool:
     """True if this call gets rounded values of a weight among its arguments, and is not a cut that stays a weight."""
     name = getattr(func, "__name__", "")
     is_private = name.startswith("_") and not name.startswith("__")
-    if isinstance(func, _OPS) or (is_private and func not in _PRIVATE):
+    is_inner = isinstance(func, _OPS) and func not in FORWARD_OPS
+    if is_inner or (is_private and func not in _PRIVATE):
         return False  # below autograd, of optimizers (`_foreach_…`), or of torch itself
     if func in _WRITES and (not args or is_rounded_later(args[0])):
         return False
