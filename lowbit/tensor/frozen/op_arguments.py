@@ -72,9 +72,11 @@ class ReadByOps:
         found = _layout(self.spec, shape)
         codes, zero_point = self.codes, self.zero_point
         if found.blocks is not None:
-            scale = for_elements(scale, found.blocks, shape)
-            if zero_point is not None:
-                zero_point = for_elements(zero_point, found.blocks, shape)
+            rows = self.spec.padded_shape(shape)  # those of the codes
+            scale = for_elements(scale, found.blocks, rows)
+            zero_point = (
+                None if zero_point is None else for_elements(zero_point, found.blocks, rows)
+            )
         if is_flat and codes.ndim > 2:
             codes, scale = codes.flatten(0, -2), scale.flatten(0, -2)
             zero_point = None if zero_point is None else zero_point.flatten(0, -2)
