@@ -197,6 +197,33 @@ def test_another_contraction_reads_the_rounded_weight() -> None:
     torch.testing.assert_close(model(torch.randn(3, K)), values @ values.T)
 
 
+class OwnProduct(torch.autograd.Function):
+    """A product as kernels for LoRA have it, unsloth's among them: its gradient reads the weight again."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, w: Tensor) -> Tensor:  # type: ignore[no-untyped-def, override]
+        ctx.held = w
+        return torch.matmul(x, w.t())
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[no-untyped-def, override]
+        return torch.matmul(grad, ctx.held), None
+
+
+@pytest.mark.parametrize("scales", ["present", "learned"])
+@pytest.mark.parametrize("trains", [True, False])
+def test_a_function_of_its_own_reads_the_rounded_weight(scales: str, trains: bool) -> None:
+    model = made(Own, lambda x, w, other: OwnProduct.apply(x, w))
+    prepare(model, (lb.Int4WeightOnly(32), scales), lambda module, name: True)
+    model.weight.requires_grad_(trains)
+    values, x = model.weight.dequantize().detach(), torch.randn(3, K, requires_grad=True)
+    y = model(x)
+    y.square().sum().backward()
+    expected = x.detach() @ values.T
+    torch.testing.assert_close(y, expected)
+    torch.testing.assert_close(x.grad, 2 * expected @ values)
+
+
 class Standardized(nn.Conv2d):
     """Weight standardisation (arXiv 1903.10520)."""
 
