@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -77,3 +78,21 @@ class CalibrationReport(Report):
         lines = [f"  learned rounding of {name}: {losses}" for name, losses in self.learned]
         lines += [f"  {name}: {losses}" for name, losses in self.held_out]
         return "\n".join([super().__str__(), *lines, *(f"  {note}" for note in self.notes)])
+
+
+def held_out_note(losses: Sequence[tuple[str, HeldOutLosses]], held_out: int, seen: int) -> str:
+    """How many batches were held out, and where min-max rounding stays. `held_out`, `seen`: numbers of batches."""
+    better = "the steps are nowhere worse on them than min-max rounding"
+    alone = [name for name, own in losses if not (own.kept or own.back)]
+    where = [f"in {some_names(alone, 'places')}"] if alone else []
+    if of_model := [name for _, own in losses for name in own.back]:
+        where.append(f"for the whole model in {some_names(of_model, 'places')}")
+    if where:
+        better = f"min-max rounding is better on them {' and '.join(where)}, and stays there"
+    return f"{held_out} of {held_out + seen} batches were held out; {better}"
+
+
+def some_names(names: Sequence[str], kind: str = "weights") -> str:
+    """How many names, and the first ones. `kind`: of what."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{len(names)} {kind} ({shown}, …)"

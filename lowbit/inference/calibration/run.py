@@ -38,7 +38,12 @@ from lowbit.inference.calibration.learned_rounding import Block, LearnedRounding
 from lowbit.inference.calibration.learned_weight import Weight, originals
 from lowbit.inference.calibration.places import Group, Needs
 from lowbit.inference.calibration.pruning import Prune24
-from lowbit.inference.calibration.report import CalibrationReport, LayerResult
+from lowbit.inference.calibration.report import (
+    CalibrationReport,
+    LayerResult,
+    held_out_note,
+    some_names,
+)
 from lowbit.inference.calibration.rotation import LEFT, Rotate
 from lowbit.inference.calibration.rounded_weight import (
     affine,
@@ -226,35 +231,24 @@ class Run:
         """What a reader of the report should know of many layers together."""
         layers, found = self.report.layers.values(), []
         if alone := [layer.name for layer in layers if LEFT in layer.method]:
-            found.append(f"Rotate left the inputs of {_some(alone)} as they are")
+            found.append(f"Rotate left the inputs of {some_names(alone)} as they are")
         if pruned := [layer.name for layer in layers if layer.zeros]:
             dense = len(layers) - len(pruned)
-            found.append(f"pruned to 2 of 4 inputs: {_some(pruned)}; left dense: {dense}")
+            found.append(f"pruned to 2 of 4 inputs: {some_names(pruned)}; left dense: {dense}")
         if self.kv_cache:
             cached = [n.rpartition(".")[0] for n in held_in(self.model) if n.endswith(KEY)]
             found.append(
-                f"{self.kv_cache} scales of the keys and values that {_some(cached, 'layers')} cache"
+                f"{self.kv_cache} scales of the keys and values that {some_names(cached, 'layers')} cache"
             )
         if self.varied:
             found.append(
-                f"{_some(self.varied)}: a batch multiplies them another number of times than the block before did, so "
-                "that not all of their inputs were counted; blocks=[] and GPTQ(asymmetric=0) count all"
+                f"{some_names(self.varied)}: a batch multiplies them another number of times than the block before "
+                "did, so that not all of their inputs were counted; blocks=[] and GPTQ(asymmetric=0) count all"
             )
         if self.report.held_out:
-            held, better = (
-                self.report.held_out,
-                "the steps are nowhere worse on them than min-max rounding",
+            found.append(
+                held_out_note(self.report.held_out, self.batches.held_out, self.batches.total)
             )
-            back = [name for name, losses in held if not (losses.kept or losses.back)]
-            where = [f"in {_some(back, 'places')}"] if back else []
-            if of_model := [name for _, losses in held for name in losses.back]:
-                where.append(f"for the whole model in {_some(of_model, 'places')}")
-            if where:
-                better = (
-                    f"min-max rounding is better on them {' and '.join(where)}, and stays there"
-                )
-            count = self.batches.held_out
-            found.append(f"{count} of {count + self.batches.total} batches were held out; {better}")
         if self.batches.held_out and not (self.memory.streams or "the model" in self.held):
             rest = "its blocks alone were" if self.held else "nothing was"
             found.append(
@@ -264,7 +258,7 @@ class Run:
         short = [layer.name for layer in layers if layer.has_few_rows]
         if short and any(step.needs == "full" for step in self.steps):
             found.append(
-                f"{_some(short)} saw fewer tokens than inputs, so that no Hessian of theirs has full rank: "
+                f"{some_names(short)} saw fewer tokens than inputs, so that no Hessian of theirs has full rank: "
                 "give more or longer batches"
             )
         return found
@@ -543,7 +537,7 @@ class Run:
             learned = Losses(**(losses | {"held_out": held_out}))
             self.report.learned.append((name, learned))
         for name, losses in results["held_out"]:
-            back = tuple(losses.get("back", ()))
+            back = tuple(losses["back"])
             self.report.held_out.append((name, HeldOutLosses(**(losses | {"back": back}))))
         while targets:
             target = targets.pop(0)
@@ -562,12 +556,6 @@ class Run:
 def _zeros(values: Tensor) -> float:
     """The share of zeros."""
     return 1 - int(values.count_nonzero()) / max(values.numel(), 1)
-
-
-def _some(names: Sequence[str], kind: str = "weights") -> str:
-    """How many names, and the first ones. `kind`: of what."""
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{len(names)} {kind} ({shown}, …)"
 
 
 def _check_folds(steps: Sequence[Step]) -> None:
