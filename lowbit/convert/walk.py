@@ -14,6 +14,7 @@ from lowbit.convert.by_name import check_schemes, first_match, matches, of_unuse
 from lowbit.convert.choice import NAMED, Choice
 from lowbit.convert.experts import is_bias, stores_inputs_first
 from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
+from lowbit.convert.plan import Plan
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import group_of
 from lowbit.linear.frozen.kinds import representation_of
@@ -139,8 +140,9 @@ def find_targets(
     Raises:
         TypeError: not a scheme, not a module, not a filter.
         ValueError: a pattern that chooses nothing, unless it stands for None and matches a layer that stays in high
-            precision anyway; nothing to convert, unless a rule of a training scheme left a weight alone; an integer,
-            complex, NaN or infinite weight; tied weights with different schemes; a model already sharded.
+            precision anyway; nothing to convert, unless a rule of a training scheme left a weight alone or `schemes` is
+            a plan that leaves all in high precision; an integer, complex, NaN or infinite weight; tied weights with
+            different schemes; a model already sharded.
     """
     check_schemes(schemes, kind)
     check_module(model)
@@ -161,7 +163,8 @@ def find_targets(
         _check_target(target)
     if isinstance(schemes, Mapping) and not starts:
         _check_patterns(walk)
-    if not targets and not walk.left_by_rule:
+    leaves_all = isinstance(schemes, Plan) and not any(schemes.values())
+    if not targets and not walk.left_by_rule and not leaves_all:
         reasons = "; ".join(f"{fqn}: {why}" for fqn, why in list(report.left.items())[:4])
         raise ValueError(
             f"nothing to convert in {type(model).__name__} ({reasons or 'it has no nn.Linear'}); "

@@ -89,9 +89,9 @@ def quantize_(
 
     Raises:
         TypeError: `scheme` is neither a Scheme nor a dict.
-        ValueError: unknown `scales`, or "searched" with a `scale_format` of "double"; nothing to convert; a
-            pattern that chooses nothing; an integer, complex, NaN or infinite weight; a static activation that
-            `lowbit.calibrate` has not seen with this scheme. The model then stays unchanged.
+        ValueError: unknown `scales`, or "searched" with a `scale_format` of "double"; nothing to convert, unless a
+            `Plan` says so; a pattern that chooses nothing; an integer, complex, NaN or infinite weight; a static
+            activation that `lowbit.calibrate` has not seen with this scheme. The model then stays unchanged.
     """
     if scales is not None and scales not in get_args(Scales):
         raise ValueError(

@@ -212,7 +212,8 @@ def _targets(
         shape = tuple(target.weight.shape)
         report.entries += [Entry(owner.fqn, shape, False, note) for owner in target.owners]
     if not kept:
-        reasons = "; ".join(f"{t.fqn}: {report.left[t.fqn]}" for t in targets[:3])
+        names = [t.fqn for t in targets] or list(report.left)
+        reasons = "; ".join(f"{name}: {report.left[name]}" for name in names[:3])
         raise ValueError(f"nothing to prepare in {type(model).__name__} ({reasons})")
     return kept, report
 

@@ -316,6 +316,25 @@ def test_a_plan_is_a_scheme_of_calibrate_and_prepare() -> None:
     assert set(lb.qat.prepare_(prepared, plan).converted) >= {"blocks.0.mlp.up.weight"}
 
 
+def test_a_plan_that_leaves_all_in_high_precision_changes_nothing() -> None:
+    model = llama()
+    plan = lb.autoquant(model, BATCHES, SCHEMES, every, damage=0)
+    assert set(plan.values()) == {None}
+    before = {name: (p, p.clone()) for name, p in model.named_parameters()}
+    rounded = lb.quantize_(model, plan)
+    calibrated = lb.calibrate(model, plan, BATCHES, steps=[GPTQ()])
+    for report in (rounded, calibrated):
+        assert not report.converted
+        assert "blocks.0.mlp.up.weight" in report.left
+    for name, parameter in model.named_parameters():
+        assert parameter is before[name][0]
+        assert torch.equal(parameter, before[name][1])
+    with pytest.raises(ValueError, match="nothing to convert in Llama"):
+        lb.quantize_(model, dict(plan))
+    with pytest.raises(ValueError, match=r"nothing to prepare in Llama .*no scheme for this name"):
+        lb.qat.prepare_(model, plan)
+
+
 @pytest.mark.parametrize(
     ("given", "error", "match"),
     [
