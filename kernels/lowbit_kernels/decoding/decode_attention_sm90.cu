@@ -9,12 +9,12 @@
 //   ROTATED, FACTOR, SOFTCAP
 //
 // The warps of a cluster take tiles of 16 slots in turn, each with an online softmax of its own. They hold their first
-// tile in registers before the launch that made the query is done. The threads of a block rotate each query once, and the
-// new key, which then replaces its slot in the last tile. Each block adds up the sums of its warps and sends them to the
-// blocks of the cluster, each of which combines a range of columns.
+// tile in registers before the launch that made the query is done. The threads of a block rotate each query once, and
+// the new key. The new key and value replace their slot in the last tile. Each block adds up the sums of its warps and
+// sends them to the blocks of the cluster, each of which combines a range of columns.
 //
 // Registers. Two of these blocks and one of the decode kernel share a multiprocessor, so that the next launch can start.
-// A thread therefore has 128 registers at most. A cluster of 8 has 8 warps a block, hence one tile a warp up to MOST_SLOTS.
+// So a thread has at most 128. In a cluster of 8 a block has 8 warps, which have one tile each up to MOST_SLOTS.
 //
 // Scores. mma multiplies 16 keys by 8 queries, of which GROUP count. A lane reads 16 adjacent bytes of both, so that the
 // products take the elements in another order than mma counts them. Values are multiplied without mma, by lanes that have
@@ -314,7 +314,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     named_barrier_sync(1, THREADS);
     uint4 q[CHUNKS];
 #pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) q[j] = g < GROUP ? load_16(shared.turned[g] + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
+    for (int j = 0; j < CHUNKS; ++j)
+        q[j] = g < GROUP ? load_16(shared.turned[g] + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
 
     State state;
 #pragma unroll

@@ -105,7 +105,9 @@ def attend(
 def shared_bytes(variant: DecodeAttentionVariant) -> int:
     """Bytes of a block's shared memory."""
     warps = WARPS[variant.cluster]
-    sums = 4 * warps * (variant.group * variant.width + 2 * QUERIES) + 2 * (variant.group + 1) * (variant.width + 32)
+    sums = 4 * warps * (variant.group * variant.width + 2 * QUERIES) + 2 * (variant.group + 1) * (
+        variant.width + 32
+    )
     sums += 4 * variant.cluster * variant.group * (variant.width // variant.cluster + 4)
     return 128 + 4 * warps * QUERIES * (TILE + 1) + sums
 
