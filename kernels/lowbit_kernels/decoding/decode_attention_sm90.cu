@@ -13,7 +13,7 @@
 // the new key. The new key and value replace their slot in the last tile. Each block adds up the sums of its warps and
 // sends them to the blocks of the cluster, each of which combines a range of columns.
 //
-// Registers. Two of these blocks and one of the decode kernel share a multiprocessor, so that the next launch can start.
+// Registers. Two of these blocks and one of the decode kernel share a multiprocessor, so the next launch can start.
 // So a thread has at most 128. In a cluster of 8 a block has 8 warps, which have one tile each up to MOST_SLOTS.
 //
 // Scores. mma multiplies 16 keys by 8 queries, of which GROUP count. A lane reads 16 adjacent bytes of both, so that the
