@@ -9,9 +9,12 @@
 //   ROTATED, FACTOR, SOFTCAP
 //
 // The warps of a cluster take tiles of 16 slots in turn, each with an online softmax of its own. They hold their first
-// tile in registers before the launch that made the query is done. Each block adds up the sums of its warps and sends
-// them to the blocks of the cluster, each of which combines a range of columns. The last warp also takes the new token, and
-// writes it to the cache.
+// tile in registers before the launch that made the query is done. The threads of a block rotate each query once, and
+// the new key. The new key and value replace their slot in the last tile. Each block adds up the sums of its warps and
+// sends them to the blocks of the cluster, each of which combines a range of columns.
+//
+// Registers. Two of these blocks and one of the decode kernel share a multiprocessor, so the next launch can start.
+// So a thread has at most 128. In a cluster of 8 a block has 8 warps, which have one tile each up to MOST_SLOTS.
 //
 // Scores. mma multiplies 16 keys by 8 queries, of which GROUP count. A lane reads 16 adjacent bytes of both, so that the
 // products take the elements in another order than mma counts them. Values are multiplied without mma, by lanes that have
@@ -19,9 +22,12 @@
 
 enum { BF16, FP16 };
 
-static constexpr int WARPS = 4, THREADS = 32 * WARPS, TILE = 16, QUERIES = 8;
+// A cluster of 8 has a warp for each tile of a cache of up to MOST_SLOTS slots.
+static constexpr bool IS_WIDE = CLUSTER == 8;
+static constexpr int WARPS = IS_WIDE ? 8 : 4, THREADS = 32 * WARPS, TILE = 16, QUERIES = 8;
 static constexpr int CHUNKS = WIDTH / 32;                       // of 32 elements
 static constexpr int LANES = WIDTH / 4, STEP = 32 / LANES;      // lanes with the columns of a value; values at once
+static constexpr int PITCH = WIDTH + 32;                                 // of a query in shared memory, for the banks
 static constexpr int ALL = CLUSTER * WARPS, OWN = WIDTH / CLUSTER;  // warps; columns that a block combines
 static constexpr float LOG2_E = 1.4426950408889634f;
 static constexpr uint32 INFINITE = 0x7f800000;
@@ -30,6 +36,7 @@ static_assert((WIDTH == 64 || WIDTH == 128) && GROUP <= QUERIES && CLUSTER > 1 &
 struct Shared {
     uint64 received;
     float squares[WARPS];
+    alignas(16) unsigned short turned[GROUP + 1][PITCH];  // the queries and the new key, as they are multiplied
     alignas(16) float weights[WARPS][TILE][QUERIES], kept[WARPS][QUERIES];
     alignas(16) float own_stats[WARPS][2][QUERIES], own[WARPS][GROUP][WIDTH];  // largest scores and sums of weights; sums
     float4 stats[CLUSTER][GROUP];  // of the blocks: largest score, sum of weights
@@ -66,9 +73,9 @@ DEVICE void load_tile(const Cache &cache, int begin, Tile &tile) {
         tile.values[i] = load_8(cache.values + row(STEP * i + lane / LANES) + lane % LANES * 4);
 }
 
-// Elements of a query or key in the order of `Tile::keys`, times `factor` and rotated.
+// Two pairs of numbers of a query or key, which are `WIDTH / 2` apart, times `factor` and rotated.
 struct Angles {
-    uint4 cos[ROTATED ? CHUNKS : 1], sin[ROTATED ? CHUNKS : 1];
+    uint32 cos[2], sin[2];
 };
 DEVICE uint32 rotated(uint32 x, uint32 partner, uint32 c, uint32 s, float sign, float factor) {
     const float low = fmaf(low_half(x), low_half(c), sign * low_half(partner) * low_half(s));
@@ -76,20 +83,13 @@ DEVICE uint32 rotated(uint32 x, uint32 partner, uint32 c, uint32 s, float sign, 
     return packed(low * factor, high * factor);
 }
 DEVICE uint32 scaled(uint32 x, float factor) { return packed(low_half(x) * factor, high_half(x) * factor); }
-DEVICE void turn(uint4 (&to)[CHUNKS], const uint4 (&x)[CHUNKS], const Angles &angles, float factor) {
-#pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) {
-        const uint4 a = x[j];
-        if constexpr (ROTATED) {
-            const uint4 b = x[j ^ (CHUNKS / 2)], c = angles.cos[j], s = angles.sin[j];
-            const float sign = j < CHUNKS / 2 ? -1.0f : 1.0f;
-            to[j] = make_uint4(rotated(a.x, b.x, c.x, s.x, sign, factor), rotated(a.y, b.y, c.y, s.y, sign, factor),
-                               rotated(a.z, b.z, c.z, s.z, sign, factor), rotated(a.w, b.w, c.w, s.w, sign, factor));
-        } else if constexpr (FACTOR) {
-            to[j] = make_uint4(scaled(a.x, factor), scaled(a.y, factor), scaled(a.z, factor), scaled(a.w, factor));
-        } else {
-            to[j] = a;
-        }
+DEVICE void turn(uint32 (&x)[2], const Angles &angles, float factor) {
+    const uint32 first = x[0], second = x[1];
+    if constexpr (ROTATED) {
+        x[0] = rotated(first, second, angles.cos[0], angles.sin[0], -1.0f, factor);
+        x[1] = rotated(second, first, angles.cos[1], angles.sin[1], 1.0f, factor);
+    } else if constexpr (FACTOR) {
+        x[0] = scaled(first, factor), x[1] = scaled(second, factor);
     }
 }
 
@@ -109,6 +109,19 @@ DEVICE float score_of(float x, float factor, float softcap) {
     if constexpr (!SOFTCAP) return x;
     const float e = power_of_2(fminf(x, 126.0f));  // tanh(z) = 1 - 2 / (e^2z + 1)
     return x != x ? x : softcap * (1.0f - 2.0f * reciprocal(e + 1.0f));
+}
+
+// Puts a key and a value into the tile, as those of slot `at`.
+DEVICE void put(Tile &tile, int at, const unsigned short *key, const uint2 &value) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j)
+            if (at == lane / 4 + 8 * h) tile.keys[h][j] = load_16(key + 32 * j + lane % 4 * 8);
+#pragma unroll
+    for (int i = 0; i < TILE / STEP; ++i)
+        if (at == STEP * i + lane / LANES) tile.values[i] = value;
 }
 
 // Adds the slots from `begin` on that lie in first .. last.
@@ -214,6 +227,7 @@ DEVICE void send_sums(State &state, Shared &shared, int rank) {
 // 1 / sqrt(mean(x^2) + eps), x of `width` elements.
 DEVICE float factor_of(const unsigned short *x, int width, float eps, Shared &shared) {
     float sum = 0.0f;
+#pragma unroll 2
     for (int i = 8 * threadIdx.x; i < width; i += 8 * THREADS) {
         const uint4 own = load_16(x + i);
         const uint32 words[4] = {own.x, own.y, own.z, own.w};
@@ -235,7 +249,7 @@ DEVICE float factor_of(const unsigned short *x, int width, float eps, Shared &sh
 
 // Grid: CLUSTER blocks for each key/value head of all sequences. Everything begins at multiples of 16 bytes, strides are
 // multiples of 8 elements. start, sinks, and unless FACTOR or ROTATED x, cos and sin, may be null.
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     attend(const unsigned short *query, const unsigned short *key, const unsigned short *value, const unsigned short *x,
            const unsigned short *cos, const unsigned short *sin, unsigned short *keys, unsigned short *values,
            const long long *position, const long long *start, const float *sinks, unsigned short *out,
@@ -257,37 +271,51 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const int slot = (int)*position;  // of the new token
     int first = start == nullptr ? 0 : (int)start[batch];
     if (window > 0) first = max(first, slot - window + 1);
+    first = min(first, slot);
     unsigned short *own_keys = keys + head * capacity * WIDTH, *own_values = values + head * capacity * WIDTH;
     const Cache cache = {own_keys, own_values, first, slot - 1};
-    const int base = first & ~(TILE - 1), tiles = (slot - base + TILE - 1) / TILE;
-    Tile tile;
+    const int base = first & ~(TILE - 1), tiles = (slot - base) / TILE + 1;  // with the new one
+    Tile tile = {};
     if (index < tiles && first < slot) load_tile(cache, base + index * TILE, tile);
+    const int at = threadIdx.x % (WIDTH / 4) * 2;  // of the first of the two pairs that the thread turns
     Angles angles;
     if constexpr (ROTATED)
 #pragma unroll
-        for (int j = 0; j < CHUNKS; ++j) {
-            angles.cos[j] = load_16(cos + batch * angle_batch + 32 * j + 8 * t);
-            angles.sin[j] = load_16(sin + batch * angle_batch + 32 * j + 8 * t);
+        for (int i = 0; i < 2; ++i) {
+            angles.cos[i] = *(const uint32 *)(cos + batch * angle_batch + at + i * (WIDTH / 2));
+            angles.sin[i] = *(const uint32 *)(sin + batch * angle_batch + at + i * (WIDTH / 2));
         }
     const float f = FACTOR ? factor_of(x + batch * x_width, x_width, eps, shared) : 1.0f;
     wait_for_previous();
     let_next_start();  // not earlier: its blocks would crowd the first free multiprocessors
 
-    uint4 raw[CHUNKS], q[CHUNKS];
-    const unsigned short *own = query + batch * query_batch + (head % heads * GROUP + g) * query_head;
-#pragma unroll
-    for (int j = 0; j < CHUNKS; ++j) raw[j] = g < GROUP ? load_16(own + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
-    Tile fresh = {};
-    uint4 raw_key[CHUNKS];
-    const bool has_new = index == ALL - 1;
-    if (has_new) {
-        const unsigned short *of_key = key + batch * key_batch + head % heads * key_head;
-        const unsigned short *of_value = value + batch * key_batch + head % heads * key_head;
-#pragma unroll
-        for (int j = 0; j < CHUNKS; ++j) raw_key[j] = load_16(of_key + 32 * j + 8 * t);
-        if (lane < LANES) fresh.values[0] = load_8(of_value + lane * 4);
+    const int newest = (tiles - 1) % ALL;  // the warp that takes the new token
+    const unsigned short *of_queries = query + batch * query_batch + head % heads * GROUP * query_head;
+    const unsigned short *of_key = key + batch * key_batch + head % heads * key_head;
+    const unsigned short *of_value = value + batch * key_batch + head % heads * key_head;
+    uint2 fresh = make_uint2(0, 0);
+    if (index == newest) {
+        fresh = load_8(of_value + lane % LANES * 4);
+        if constexpr (FACTOR) fresh = make_uint2(scaled(fresh.x, f), scaled(fresh.y, f));
+        if (lane < LANES) *(uint2 *)(own_values + (long long)slot * WIDTH + lane * 4) = fresh;
     }
-    turn(q, raw, angles, f);
+#pragma unroll
+    for (int n = threadIdx.x / (WIDTH / 4); n <= GROUP; n += THREADS / (WIDTH / 4)) {
+        if (n == GROUP && rank != newest % CLUSTER) break;
+        const unsigned short *from = n < GROUP ? of_queries + n * query_head : of_key;
+        uint32 own[2] = {*(const uint32 *)(from + at), *(const uint32 *)(from + at + WIDTH / 2)};
+        turn(own, angles, f);
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            *(uint32 *)(shared.turned[n] + at + i * (WIDTH / 2)) = own[i];
+            if (n == GROUP) *(uint32 *)(own_keys + (long long)slot * WIDTH + at + i * (WIDTH / 2)) = own[i];
+        }
+    }
+    named_barrier_sync(1, THREADS);
+    uint4 q[CHUNKS];
+#pragma unroll
+    for (int j = 0; j < CHUNKS; ++j)
+        q[j] = g < GROUP ? load_16(shared.turned[g] + 32 * j + 8 * t) : make_uint4(0, 0, 0, 0);
 
     State state;
 #pragma unroll
@@ -296,23 +324,14 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int n = 0; n < GROUP; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) state.sums[n][i] = 0.0f;
-    if (first < slot)
 #pragma unroll 1
-        for (int i = index; i < tiles; i += ALL) {
-            Tile next;
-            if (i + ALL < tiles) load_tile(cache, base + (i + ALL) * TILE, next);
-            add_tile(state, tile, q, shared, base + i * TILE, first, slot - 1, factor, softcap);
-            tile = next;
-        }
-    if (has_new) {
-        turn(fresh.keys[0], raw_key, angles, f);
-        if constexpr (FACTOR) fresh.values[0] = make_uint2(scaled(fresh.values[0].x, f), scaled(fresh.values[0].y, f));
-        if (g == 0)
-#pragma unroll
-            for (int j = 0; j < CHUNKS; ++j)
-                *(uint4 *)(own_keys + (long long)slot * WIDTH + 32 * j + 8 * t) = fresh.keys[0][j];
-        if (lane < LANES) *(uint2 *)(own_values + (long long)slot * WIDTH + lane * 4) = fresh.values[0];
-        add_tile(state, fresh, q, shared, slot, slot, slot, factor, softcap);
+    for (int i = index; i < tiles; i += ALL) {
+        Tile next;
+        if (!IS_WIDE && i + ALL < tiles) load_tile(cache, base + (i + ALL) * TILE, next);
+        if (i == tiles - 1) put(tile, (slot - base) % TILE, shared.turned[GROUP], fresh);
+        add_tile(state, tile, q, shared, base + i * TILE, first, slot, factor, softcap);
+        if (IS_WIDE) break;
+        tile = next;
     }
 
     cluster_wait();  // the other blocks have initialised their barriers

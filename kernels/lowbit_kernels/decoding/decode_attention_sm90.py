@@ -15,8 +15,10 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.weight_only.weight_operands import addresses
 
-WARPS, TILE, QUERIES = 4, 16, 8
-"""Warps of a block, slots of a tile, queries that share a head at most."""
+WARPS = {8: 8, 4: 4, 2: 4}
+"""Warps of a block, by blocks of a cluster."""
+TILE, QUERIES = 16, 8
+"""Slots of a tile, queries that share a head at most."""
 MOST_HEADS = {8: 28, 4: 60, 2: 132}
 """Clusters of so many blocks that run at once on an H200, two blocks on a multiprocessor."""
 MOST_SLOTS = 1024
@@ -90,7 +92,7 @@ def attend(
     tensors = (query, key, value, x, cos, sin, keys, values, position, start, sinks, out)
     with torch.cuda.device_of(query):
         _kernel(variant, torch.cuda.current_device())(
-            *(torch.cuda.current_stream().cuda_stream, blocks * cluster, 32 * WARPS),
+            *(torch.cuda.current_stream().cuda_stream, blocks * cluster, 32 * WARPS[cluster]),
             *addresses(*tensors),
             *(*query.stride()[:2], *key.stride()[:2]),
             0 if cos is None or cos.shape[0] == 1 else width,
@@ -102,9 +104,12 @@ def attend(
 
 def shared_bytes(variant: DecodeAttentionVariant) -> int:
     """Bytes of a block's shared memory."""
-    sums = 4 * WARPS * (variant.group * variant.width + 2 * QUERIES)
+    warps = WARPS[variant.cluster]
+    sums = 4 * warps * (variant.group * variant.width + 2 * QUERIES) + 2 * (variant.group + 1) * (
+        variant.width + 32
+    )
     sums += 4 * variant.cluster * variant.group * (variant.width // variant.cluster + 4)
-    return 64 + 4 * WARPS * QUERIES * (TILE + 1) + sums
+    return 128 + 4 * warps * QUERIES * (TILE + 1) + sums
 
 
 def source(variant: DecodeAttentionVariant) -> str:

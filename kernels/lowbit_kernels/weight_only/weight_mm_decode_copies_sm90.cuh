@@ -4,7 +4,7 @@
 static constexpr bool IS_PAIRED = RESIDENT == 2;  // with a block of the next launch
 static constexpr int WARPS = 16, MEMBERS = WARPS / TEAMS;  // that multiply; those of a team
 static constexpr int ADDERS = IS_PAIRED ? 1 : 2;           // warps that add up
-static constexpr int THREADS = 32 * (WARPS + (IS_PAIRED ? 2 : 4));  // 1 more warp loads codes, and 1 x unless IS_PAIRED
+static constexpr int THREADS = 32 * (WARPS + (IS_PAIRED ? 2 : 4));  // 1 more warp loads; 4 warps give registers together
 static constexpr int ROWS = 16 * HEIGHT, TILES = TOKENS > 8 ? 2 : 1;  // of a tile; mma takes 8 tokens
 static constexpr int OUTPUTS = GATE == NONE ? ROWS : ROWS / 2;  // columns of the result that a tile makes
 static constexpr int PIECES = HEIGHT * TILES;                         // of a tile's sums: 16 rows by 8 tokens

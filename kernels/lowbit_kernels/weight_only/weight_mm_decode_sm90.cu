@@ -320,9 +320,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         named_barrier_sync(2, THREADS - WARPS * 32);
         named_barrier_arrive(1, THREADS);
         wait_for_previous();  // which may have written the weight
-        if (COPIES_X && role == ADDERS + 1 && lane == 0 && is_aligned(p)) copy_x(p, shared, copy, rank);
         if (role == ADDERS && lane == 0) {
             if constexpr (IS_PAIRED) let_next_start();
+            if (COPIES_X && is_aligned(p)) copy_x(p, shared, copy, rank);  // first: the TMA copies in this order
             if constexpr (BOX > 0) copy_boxes(p, x_map, shared, copy, rank);
             produce(p, map, scale_map, shared, ring, rank);
             if constexpr (!IS_PAIRED) let_next_start();  // not earlier, since its copies would delay these
