@@ -2,7 +2,8 @@
 
 The model is transformers' Llama with random weights, and double-quantized NF4 in blocks of 64, by lowbit or by
 bitsandbytes. Everything else is the same: `LoraConfig(r=16, target_modules="all-linear")`, adapters in float32 under
-autocast to bfloat16, checkpoints of each layer without reentrance, and torch's fused AdamW over the adapters.
+autocast to bfloat16, checkpoints of each layer without reentrance, and torch's fused AdamW over the adapters. Liger
+Kernel brings norms, rotations, SwiGLU and the loss, over either.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import gc
 import importlib
 import statistics
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,12 +59,12 @@ def with_bitsandbytes(model: Any) -> None:
 
 @dataclass(frozen=True)
 class QloraCandidate:
-    """One way to train adapters: what quantizes the base, whether lowbit runs the adapters' products, and
-    whether torch.compile runs the decoder layers."""
+    """One way to train adapters: what quantizes the base, whether Liger Kernel or torch.compile runs the decoder
+    layers."""
 
     name: str
     quantize: Callable[[Any], None] | None
-    fused: bool = False
+    liger: bool = False
     compiled: bool = False
     layers: int = LLAMA_8B["num_hidden_layers"]
 
@@ -93,13 +95,24 @@ def adapted_model(candidate: QloraCandidate) -> Any:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     adapters = peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, adapters).train()
-    if candidate.fused:
-        importlib.import_module("lowbit.peft").fuse_(model)
     if candidate.compiled:
         torch.compiler.reset()
         for layer in model.get_base_model().model.layers:
             layer.compile(dynamic=False)
     return model
+
+
+@contextmanager
+def by_liger(model: Any) -> Iterator[None]:
+    """The context in which Liger Kernel runs a model. It replaces the rotation of all Llama models of the process."""
+    llama: Any = importlib.import_module("transformers.models.llama.modeling_llama")
+    rotation = llama.apply_rotary_pos_emb
+    liger = importlib.import_module("liger_kernel.transformers")
+    liger.apply_liger_kernel_to_llama(model=model.get_base_model())
+    try:
+        yield
+    finally:
+        llama.apply_rotary_pos_emb = rotation
 
 
 def measure_qlora(candidate: QloraCandidate, repeats: int) -> QloraCost:
@@ -108,6 +121,12 @@ def measure_qlora(candidate: QloraCandidate, repeats: int) -> QloraCost:
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     model = adapted_model(candidate)
+    with by_liger(model) if candidate.liger else nullcontext():
+        return measure_steps(candidate.name, model, before, repeats)
+
+
+def measure_steps(name: str, model: Any, before: int, repeats: int) -> QloraCost:
+    """`measure_qlora` of a model; `before`: bytes of the process that are not its own."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-4, fused=True)
     tokens = torch.randint(LLAMA_8B["vocab_size"], BATCH, device="cuda")
@@ -122,7 +141,7 @@ def measure_qlora(candidate: QloraCandidate, repeats: int) -> QloraCost:
 
     first = step()
     if not step().isfinite():
-        raise RuntimeError(f"{candidate.name}: the loss is not finite")
+        raise RuntimeError(f"{name}: the loss is not finite")
     gc.collect()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
@@ -153,17 +172,19 @@ QLORA_TABLE = Table(
     measure=measure_qlora,
     cells=qlora_cells,
     legend="Forward, backward and optimizer step; medians. *peak*: the most memory of tensors in a step, by the "
-    "allocator. *fused adapters*: `lowbit.peft.fuse_`; *compiled*: each decoder layer by torch.compile.",
+    "allocator. *Liger*: Liger Kernel's `apply_liger_kernel_to_llama`; *compiled*: each decoder layer by "
+    "torch.compile.",
 )
 
 
 @benchmark("qlora_step", "a QLoRA step of an 8B Llama in NF4, with PEFT", table=QLORA_TABLE)
 def qlora_step() -> Iterator[Problem]:
     candidates = [
-        QloraCandidate("lowbit + PEFT, fused adapters", with_lowbit, fused=True),
-        QloraCandidate("lowbit + PEFT, compiled", with_lowbit, compiled=True),
         QloraCandidate("lowbit + PEFT", with_lowbit),
+        QloraCandidate("lowbit + PEFT, Liger", with_lowbit, liger=True),
+        QloraCandidate("lowbit + PEFT, compiled", with_lowbit, compiled=True),
         QloraCandidate(REFERENCE, with_bitsandbytes),
+        QloraCandidate(f"{REFERENCE}, Liger", with_bitsandbytes, liger=True),
         QloraCandidate(f"{REFERENCE}, compiled", with_bitsandbytes, compiled=True),
         QloraCandidate("bfloat16 + PEFT", None),
     ]

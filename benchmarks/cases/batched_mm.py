@@ -96,5 +96,16 @@ CASES = [
     Case("llama-apply", 4, 2048, 2048, 8192, large=True),
     Case("llama-apply-turned", 4, 8192, 2048, 2048, b_turned=True, large=True),
     Case("expert-gram", 64, 768, 2048, 768, symmetric=True, large=True),
+    Case(
+        "expert-commuting",
+        64,
+        768,
+        768,
+        768,
+        symmetric=True,
+        has_addend=True,
+        large=True,
+        commuting=True,
+    ),
     Case("not-a-multiple-of-64", 3, 1000, 1111, 777, large=True),
 ]

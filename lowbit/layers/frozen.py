@@ -36,7 +36,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowbit.layers import adapter_input
+from lowbit.layers import fused_lora
 from lowbit.layers.routed_experts import routed_forward
 from lowbit.layers.stand_in import StandIn, give, names_given, take, without
 from lowbit.linear.frozen import registered
@@ -81,7 +81,7 @@ def show_frozen(modules: Iterable[nn.Module]) -> None:
         except TypeError:
             continue
         _show_all(module)
-        adapter_input.watch()
+        fused_lora.watch()
 
 
 def hide_frozen(modules: Iterable[nn.Module]) -> None:
@@ -388,6 +388,9 @@ def _linear(self: Any, input: Tensor) -> Tensor:
         if y is not None:
             return y
     return F.linear(input, self.weight, self.bias)
+
+
+_linear.stands_for = nn.Linear.forward  # type: ignore[attr-defined]
 
 
 def _embedding(self: Any, input: Tensor) -> Tensor:

@@ -9,8 +9,7 @@ module. Several may be on top of each other, and `take` takes back any of them:
     experts with learned scales             `lowbit.layers.learned_experts`
     layers with the same bits everywhere    `lowbit.layers.invariant`
     LoRA in QAT                             `lowbit.qat.lora`
-    LoRA in fewer passes                    `lowbit.interop.fused_lora`
-    LoRA's input in its own dtype           `lowbit.layers.adapter_input`
+    LoRA in fewer passes                    `lowbit.layers.fused_lora`
     scales of cached keys and values        `lowbit.layers.cache_scales`
 
 The subclass has the name and the module of the class that it stands for. accelerate and PEFT find the class of a name,

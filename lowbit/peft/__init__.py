@@ -1,6 +1,6 @@
-"""Adapters of PEFT in low-bit weights; `lowbit.interop.peft` merges and `lowbit.interop.fused_lora` trains them."""
+"""Adapters of PEFT in low-bit weights; `lowbit.interop.peft` merges and `lowbit.layers.fused_lora` trains them."""
 
-from lowbit.interop.fused_lora import fuse_
+from lowbit.interop.peft.fuse import fuse_
 from lowbit.interop.peft.merge import merge_
 from lowbit.interop.peft.report import Merged, MergeLosses, MergeReport
 

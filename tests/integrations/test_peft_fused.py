@@ -1,4 +1,5 @@
-"""`lowbit.peft.fuse_`: PEFT's adapters with the outputs and gradients that PEFT computes, in fewer passes."""
+"""LoRA layers of PEFT with the outputs and gradients that PEFT computes, in fewer passes: by themselves over low-bit
+weights, and by `lowbit.peft.fuse_`."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from torch import nn
 
 import lowbit as lb
 import lowbit.peft
-from lowbit.interop import fused_lora
+from lowbit.layers import fused_lora
+from lowbit.layers.stand_in import take
 from tests.integrations.models import TOKENS, fill_adapters, is_inner_linear, llama
 
 peft = pytest.importorskip("peft")
@@ -35,6 +37,13 @@ def adapted(scheme: str, config: Any = None, **changes: Any) -> Any:
     torch.manual_seed(1)
     fill_adapters(model, 0.1)
     return model.train()
+
+
+def as_peft_runs(model: Any) -> Any:
+    model = copy.deepcopy(model)
+    for module in model.modules():
+        take(module, fused_lora.FewerPasses)
+    return model
 
 
 def gradients(model: Any, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
@@ -70,13 +79,17 @@ def products(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_gradients_are_those_of_peft(scheme: str, checkpointed: bool, products: list[int]) -> None:
     model = adapted(scheme)
-    expected = gradients(model)
+    expected = gradients(as_peft_runs(model))
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    # The last product of each of two blocks does not run twice.
+    usual = 28 - 2 if checkpointed else 14
+    assert_same(gradients(model), expected, 0 if scheme == "plain" else 2e-6)
+    assert products == [0 if scheme == "plain" else usual]
+    products[0] = 0
     assert lowbit.peft.fuse_(model) == 14 and lowbit.peft.fuse_(model) == 0
     assert_same(gradients(model), expected, 2e-6)
-    # The last product of each of two blocks does not run twice.
-    assert products == [28 - 2 if checkpointed else 14]
+    assert products == [usual]
 
 
 def test_gradients_against_float64() -> None:
@@ -88,6 +101,7 @@ def test_gradients_against_float64() -> None:
     )
     lowbit.peft.fuse_(layer)
     lora = layer.get_base_model()[0]
+    assert isinstance(lora, fused_lora.Fused)
     a, b = lora.lora_A["default"].weight, lora.lora_B["default"].weight
     nn.init.normal_(b)
     x, grad = torch.randn(5, 3, 64, requires_grad=True), torch.randn(5, 3, 48)
@@ -105,9 +119,9 @@ def test_gradients_against_float64() -> None:
 
 def test_bfloat16_under_autocast(products: list[int]) -> None:
     model = adapted("nf4")
-    exact = gradients(model)
-    expected = gradients(model, torch.bfloat16)
-    lowbit.peft.fuse_(model)
+    plain = as_peft_runs(model)
+    exact = gradients(plain)
+    expected = gradients(plain, torch.bfloat16)
     found = gradients(model, torch.bfloat16)
     assert products == [14]
     errors, own = (
@@ -144,18 +158,15 @@ def test_several_adapters_add_up() -> None:
     model = adapted("int4")
     model.add_adapter("other", peft.LoraConfig(r=2, lora_alpha=3, target_modules="all-linear"))
     model.base_model.set_adapter(["default", "other"])
-    expected = gradients(model)
-    lowbit.peft.fuse_(model)
+    expected = gradients(as_peft_runs(model))
     assert_same(gradients(model), expected, 2e-6)
 
 
-@pytest.mark.parametrize(
-    "config", [{"lora_dropout": 0.5}, {"use_dora": True}, {"lora_bias": True}], ids=str
-)
+@pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}], ids=str)
 def test_other_adapters_run_by_peft(config: dict[str, Any], products: list[int]) -> None:
     model = adapted("int4", peft.LoraConfig(r=4, target_modules="all-linear", **config))
     torch.manual_seed(2)
-    expected = gradients(model)
+    expected = gradients(as_peft_runs(model))
     lowbit.peft.fuse_(model)
     torch.manual_seed(2)
     assert_same(gradients(model), expected, 0)
@@ -163,7 +174,7 @@ def test_other_adapters_run_by_peft(config: dict[str, Any], products: list[int])
 
 
 def test_evaluation_disabled_adapters_and_hooks(products: list[int]) -> None:
-    model = adapted("nf4")
+    model = as_peft_runs(adapted("nf4")).eval()
     before = model(input_ids=TOKENS).logits.detach()
     with model.disable_adapter():
         disabled = model(input_ids=TOKENS).logits.detach()
@@ -173,6 +184,7 @@ def test_evaluation_disabled_adapters_and_hooks(products: list[int]) -> None:
     with model.disable_adapter():
         assert torch.equal(model(input_ids=TOKENS).logits, disabled)
     assert products == [0]
+    model.train()
     seen = []
     for module in model.modules():
         if isinstance(module, nn.Linear) and isinstance(module.weight, lb.LowbitTensor):
@@ -184,7 +196,7 @@ def test_evaluation_disabled_adapters_and_hooks(products: list[int]) -> None:
 def test_hooks_of_factors_run(products: list[int]) -> None:
     model = adapted("nf4", peft.LoraConfig(r=4, target_modules=["q_proj"]))
     lowbit.peft.fuse_(model)
-    layers = [m for m in model.modules() if isinstance(m, fused_lora._Fused)]
+    layers = [m for m in model.modules() if isinstance(m, fused_lora.Fused)]
     layers[0].lora_A["default"].register_forward_hook(lambda *args: args[2] * 0)
     layers[1].lora_B["default"].register_forward_pre_hook(lambda _, args: (args[0] * 0,))
     found = model(input_ids=TOKENS).logits
@@ -195,7 +207,7 @@ def test_hooks_of_factors_run(products: list[int]) -> None:
 
 def test_layers_stay_those_of_peft(tmp_path) -> None:
     model = adapted("nf4")
-    state, expected = model.state_dict(), gradients(model)
+    state, expected = model.state_dict(), gradients(as_peft_runs(model))
     lowbit.peft.fuse_(model)
     assert model.state_dict().keys() == state.keys()
     assert_same(gradients(copy.deepcopy(model)), expected, 2e-6)
@@ -213,9 +225,8 @@ def test_layers_stay_those_of_peft(tmp_path) -> None:
 def test_compiled_blocks_are_one_graph(products: list[int]) -> None:
     torch.compiler.reset()
     model = adapted("nf4")
-    expected = gradients(model)
+    expected = gradients(as_peft_runs(model))
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    lowbit.peft.fuse_(model)
     for layer in model.get_base_model().model.layers:
         layer.compile(backend="aot_eager", fullgraph=True)
     assert_same(gradients(model), expected, 1e-5)
@@ -227,3 +238,165 @@ def test_models_without_adapters_are_refused() -> None:
         lowbit.peft.fuse_(llama())
     with pytest.raises(TypeError):
         lowbit.peft.fuse_(3)  # type: ignore[arg-type]
+
+
+def one_layer(dtype: torch.dtype = torch.float32) -> Any:
+    """A LoRA layer over a linear [48, 64] in NF4."""
+    base = nn.Linear(64, 48, dtype=dtype)
+    lb.quantize_(base, SCHEMES["nf4"], lambda module, name: True)
+    config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    model = peft.get_peft_model(nn.Sequential(base), config)
+    return model.get_base_model()[0].train()
+
+
+def test_second_derivatives() -> None:
+    layer = one_layer()
+    plain, found = as_peft_runs(layer), []
+    x, direction = torch.randn(5, 64, requires_grad=True), torch.randn(5, 48)
+    for each in (plain, layer):
+        own = [x, each.lora_A["default"].weight, each.lora_B["default"].weight]
+        first = torch.autograd.grad((each(x).sin() * direction).sum(), own, create_graph=True)
+        found.append(torch.autograd.grad(sum((g**2).sum() for g in first), own))
+    for name, expected, got in zip("xab", *found, strict=True):
+        assert expected.any() and (got - expected).norm() <= 1e-5 * expected.norm(), name
+
+
+def test_without_autocast_the_factors_dtype_decides(products: list[int]) -> None:
+    """PEFT multiplies 16-bit inputs by float32 factors in float32."""
+    layer = one_layer(torch.bfloat16)
+    assert layer.lora_A["default"].weight.dtype is torch.float32
+    x = torch.randn(5, 64, dtype=torch.bfloat16)
+    assert torch.equal(layer(x), as_peft_runs(layer)(x)) and products == [0]
+    lowbit.peft.fuse_(layer)
+    layer(x)
+    assert products == [1]
+    half = one_layer(torch.bfloat16).bfloat16()
+    half(x)
+    assert products == [2]
+
+
+def test_both_passes_of_reentrant_checkpoints_are_fused(products: list[int]) -> None:
+    model = adapted("nf4")
+    expected = gradients(as_peft_runs(model))
+    model.enable_input_require_grads()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": True})
+    found = gradients(model)
+    assert products == [28]
+    assert_same(found, expected, 2e-6)
+
+
+def test_evaluation_without_gradients_is_peft_s(products: list[int]) -> None:
+    layer = one_layer().eval()
+    x = torch.randn(5, 64)
+    with torch.no_grad():
+        assert torch.equal(layer(x), as_peft_runs(layer)(x))
+    assert products == [0]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int64], ids=str)
+def test_inputs_that_autocast_leaves_alone(dtype: torch.dtype, products: list[int]) -> None:
+    layer, x = one_layer(), torch.ones(5, 64, dtype=dtype)
+    outcomes = []
+    for each in (layer, as_peft_runs(layer)):
+        with torch.autocast("cpu", torch.bfloat16):
+            try:
+                outcomes.append(each(x).dtype)
+            except (RuntimeError, ValueError) as error:
+                outcomes.append(type(error))
+    assert outcomes[0] is outcomes[1] and products == [0]
+
+
+@pytest.mark.parametrize("checkpointed", [False, True], ids=["", "checkpointed"])
+def test_dropout(checkpointed: bool, products: list[int]) -> None:
+    """In float32 it draws what PEFT draws."""
+    config = peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.5)
+    model = adapted("nf4", config)
+    plain = as_peft_runs(model)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    torch.manual_seed(2)
+    expected = gradients(plain)
+    torch.manual_seed(2)
+    assert_same(gradients(model), expected, 2e-6)
+    assert products == [28 - 2 if checkpointed else 14]
+
+
+def test_dropout_under_autocast() -> None:
+    layer = one_layer()
+    layer.lora_dropout["default"] = nn.Dropout(0.5)
+    weight, bias = layer.base_layer.weight.dequantize(), layer.base_layer.bias
+    a, b = layer.lora_A["default"].weight, layer.lora_B["default"].weight
+    x, grad = torch.randn(5, 64).bfloat16().requires_grad_(), torch.randn(5, 48).bfloat16()
+    torch.manual_seed(3)
+    with torch.autocast("cpu", torch.bfloat16):
+        y = layer(x)
+    found = [y, *torch.autograd.grad(y, (x, a, b), grad)]
+    torch.manual_seed(3)
+    dropped = nn.functional.dropout(x, 0.5).float()
+    expected = x.float() @ weight.T + bias + layer.scaling["default"] * (dropped @ a.T) @ b.T
+    wanted = [expected, *torch.autograd.grad(expected, (x, a, b), grad.float())]
+    for name, one, exact in zip("yxab", found, wanted, strict=True):
+        assert (one - exact).norm() <= 1e-2 * exact.norm(), name
+
+
+def test_layers_of_users_keep_their_forward(products: list[int]) -> None:
+    class Doubled(peft.tuners.lora.layer.Linear):
+        def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+            return 2 * super().forward(x, *args, **kwargs)
+
+    base = nn.Linear(64, 48)
+    lb.quantize_(base, SCHEMES["nf4"], lambda module, name: True)
+    config = peft.LoraConfig(r=4, target_modules=["0"])
+    config._register_custom_module({nn.Linear: Doubled})
+    layer = peft.get_peft_model(nn.Sequential(base), config).get_base_model()[0].train()
+    x = torch.randn(5, 64)
+    assert isinstance(layer, Doubled) and torch.equal(layer(x), 2 * base(x)) and products == [0]
+
+
+def test_compiled_autograd() -> None:
+    layer = one_layer()
+    found = []
+    for each in (as_peft_runs(layer), layer):
+        x = torch.linspace(-1, 1, 5 * 64).view(5, 64).requires_grad_()
+        loss = each(x).sin().sum()
+        with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager")):
+            loss.backward()
+        found.append([x.grad, *(p.grad for p in each.parameters() if p.grad is not None)])
+    assert len(found[1]) == 3
+    for name, expected, grad in zip("xab", *found, strict=True):
+        assert (grad - expected).norm() <= 2e-6 * expected.norm(), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("liger", [False, True], ids=["", "liger"])
+def test_autocast_on_a_gpu(liger: bool, products: list[int]) -> None:
+    """With checkpoints, and with Liger Kernel, whose functions write into gradients and saved results."""
+    model = adapted("nf4").cuda()
+    tokens = TOKENS.cuda()
+
+    def found(each: Any, dtype: torch.dtype) -> list[torch.Tensor]:
+        with torch.autocast("cuda", dtype, enabled=dtype != torch.float32):
+            loss = each(input_ids=tokens, labels=tokens).loss
+        loss.backward()
+        grads = [p.grad for p in each.parameters() if p.grad is not None]
+        each.zero_grad()
+        return [loss.detach(), *grads]
+
+    plain = as_peft_runs(model)
+    exact, usual = found(plain, torch.float32), found(plain, torch.bfloat16)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    llama: Any = pytest.importorskip("transformers.models.llama.modeling_llama")
+    rotation = llama.apply_rotary_pos_emb
+    if liger:
+        kernels = pytest.importorskip("liger_kernel.transformers")
+        kernels.apply_liger_kernel_to_llama(model=model.get_base_model())
+    try:
+        own = found(model, torch.bfloat16)
+    finally:
+        llama.apply_rotary_pos_emb = rotation
+    assert products == [26] and len(own) == len(exact) == 29
+    errors, theirs = (
+        torch.stack([(g - e).norm() / e.norm() for g, e in zip(given, exact, strict=True)])
+        for given in (own, usual)
+    )
+    assert errors.mean() <= 1.3 * theirs.mean() and errors.max() <= 1.6 * theirs.max()

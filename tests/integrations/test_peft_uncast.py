@@ -1,4 +1,7 @@
-"""LoRA layers over frozen weights leave out the casts that autocast undoes, with PEFT's bits."""
+"""LoRA layers over frozen weights leave out the casts that autocast undoes, where PEFT's forward serves.
+
+It serves here because hooks see the base layers (`tests.integrations.test_peft_fused` has the other layers).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import pytest
 import torch
 
 import lowbit as lb
-from lowbit.layers.adapter_input import UncastInput
+from lowbit.layers.fused_lora import FewerPasses
 from lowbit.layers.stand_in import take
 from tests.integrations.models import TOKENS, fill_adapters, is_inner_linear, llama
 
@@ -41,13 +44,20 @@ def adapted(checkpointed: bool = False, **changes: Any) -> Any:
     model = peft.get_peft_model(model, config)
     torch.manual_seed(1)
     fill_adapters(model, 0.1)
+    for module in model.modules():
+        if isinstance(module, FewerPasses):
+            module.get_base_layer().register_forward_hook(nothing)
     return model.train()
+
+
+def nothing(*_: Any) -> None:
+    """A hook."""
 
 
 def as_peft_runs(model: Any) -> Any:
     model = copy.deepcopy(model)
     for module in model.modules():
-        take(module, UncastInput)
+        take(module, FewerPasses)
     return model
 
 
@@ -94,7 +104,7 @@ def test_other_calls_are_peft_s(casts: list[torch.dtype]) -> None:
     model = adapted()
     outcome(model, enabled=False)  # in the adapters' dtype
     assert casts == [torch.float32] * 7
-    layer = next(m for m in model.modules() if isinstance(m, UncastInput))
+    layer = next(m for m in model.modules() if isinstance(m, FewerPasses))
     seen: list[torch.dtype] = []
     layer.lora_A["default"].register_forward_pre_hook(lambda _, args: seen.append(args[0].dtype))
     casts.clear()
@@ -105,7 +115,7 @@ def test_other_calls_are_peft_s(casts: list[torch.dtype]) -> None:
 def test_other_tuners_and_plain_bases_are_left_alone() -> None:
     model = llama(num_hidden_layers=1)
     plain = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
-    assert not any(isinstance(m, UncastInput) for m in plain.modules())
+    assert not any(isinstance(m, FewerPasses) for m in plain.modules())
     for config in (
         peft.LoHaConfig(r=4, target_modules=["q_proj"]),
         peft.AdaLoraConfig(total_step=9),

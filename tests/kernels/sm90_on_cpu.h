@@ -312,6 +312,22 @@ static inline void multiply_words(Sum (&sums)[SUMS], const uint32 *a, uint32 b, 
     emulation::meet_warp();
 }
 
+// 64 rows of 16 fp16 numbers by SUMS * 2 columns; both operands lie in shared memory in swizzled rows of 128 bytes.
+template <int SUMS>
+static inline void multiply_halves(float (&sums)[SUMS], uint32 a, uint32 b, bool add) {
+    const int lane = threadIdx.x % 32, own = threadIdx.x / 32 % 4 * 16 + lane / 4;
+    const unsigned char *const memory = emulation::memory();
+    const auto number = [memory](uint32 operand, int row, int k) {
+        return from_half(*(const unsigned short *)(memory + swizzled((operand & 0x3fff) * 16 + row * 128 + k * 2, 128)));
+    };
+    for (int i = 0; i < SUMS; ++i) {
+        float sum = 0;
+        for (int k = 0; k < 16; ++k)
+            sum += number(a, own + i / 2 % 2 * 8, k) * number(b, i / 4 * 8 + lane % 4 * 2 + i % 2, k);
+        sums[i] = (add ? sums[i] : 0.0f) + sum;
+    }
+}
+
 // 64 rows of 32 bytes by SUMS * 2 columns; both operands lie in shared memory in swizzled rows of 128 bytes. `a_value`
 // and `b_value` decode a byte.
 template <class Sum, int SUMS, class Decode, class Other>

@@ -141,8 +141,12 @@ def test_gpu(case: Case) -> None:
     with counted() as calls:
         assert is_right(case, "cuda")
     if case.large:
-        has_maps = torch.cuda.get_device_capability()[0] >= 9 and case.m % 64 == 0
-        assert {name for _, name in calls} == {"maps" if has_maps else "triton"}
+        capability = torch.cuda.get_device_capability()
+        has_maps = capability[0] >= 9 and case.m % 64 == 0
+        is_half = case.dtype is torch.float16 and case.out_dtype in (None, torch.float16)
+        is_kept = case.symmetric and not case.a_turned and is_half and case.m % 128 == 0
+        name = "sm90" if is_kept and capability == (9, 0) else "maps" if has_maps else "triton"
+        assert {name for _, name in calls} == {name}
 
 
 @pytest.mark.gpu

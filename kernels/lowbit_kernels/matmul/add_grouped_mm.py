@@ -5,7 +5,7 @@
     y         bfloat16, float16 or float32 [M, N], contiguous
     a         y's dtype [M, R]
     b         y's dtype [E, R, N], any strides
-    offsets   int32 [E], ascending, 0 to M. Rows from the last one on stay.
+    offsets   int32 [E], ascending, 0 to M. Rows from the last one on stay. None: E is 1, and all rows are its own.
 
 Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. Without Triton, or with more
 than 128 terms, a GPU stores the product first, which rounds it too, and R must be a multiple of 8, as for
@@ -43,11 +43,15 @@ def _kernel(
     b_term,
     b_column,
     TERMS: tl.constexpr,  # a power of two, at least `terms`
-    EXPERTS: tl.constexpr,
+    EXPERTS: tl.constexpr,  # a power of two, at least `experts`; 0 without offsets
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    expert, tile, start, end = find_tile(offsets, m, experts, tl.program_id(1), EXPERTS, BLOCK_M)
+    tile = tl.program_id(1)
+    start = tile * 0
+    expert, end = start, m
+    if EXPERTS:
+        expert, tile, start, end = find_tile(offsets, m, experts, tile, EXPERTS, BLOCK_M)
     if expert < experts:
         rows = start.to(tl.int64) + tile * BLOCK_M + tl.arange(0, BLOCK_M)
         columns = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
@@ -70,7 +74,9 @@ def _kernel(
         tl.store(at, sums.to(y.dtype.element_ty), mask=row_inside & column_inside)
 
 
-def add_grouped_mm_(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: float) -> Tensor:
+def add_grouped_mm_(
+    y: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None, scale: float
+) -> Tensor:
     """y, changed in place; see the module's docstring."""
     (m, n), (experts, terms, _) = y.shape, b.shape
     if y.numel() == 0 or experts == 0:
@@ -82,19 +88,25 @@ def add_grouped_mm_(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: flo
     ran("add_grouped_mm", "triton")
     constants = {
         "TERMS": max(16, triton.next_power_of_2(terms)),
-        "EXPERTS": triton.next_power_of_2(experts),
+        "EXPERTS": 0 if offsets is None else triton.next_power_of_2(experts),
         "BLOCK_M": ROWS,
         "BLOCK_N": COLUMNS,
     }
-    grid = triton.cdiv(n, COLUMNS), m // ROWS + experts
+    tiles = triton.cdiv(m, ROWS) if offsets is None else m // ROWS + experts
+    grid = triton.cdiv(n, COLUMNS), tiles
     sizes = (m, n, terms, experts, a.stride(0), *b.stride())
-    arguments: tuple[Tensor | float, ...] = (y, a, b, offsets, float(scale), *sizes)
+    given = y if offsets is None else offsets
+    arguments: tuple[Tensor | float, ...] = (y, a, b, given, float(scale), *sizes)
     with torch.cuda.device_of(y):
         launch_kept(_kernel, grid, arguments, constants, num_warps=WARPS)
     return y
 
 
-def _without_kernel(y: Tensor, a: Tensor, b: Tensor, offsets: Tensor, scale: float) -> Tensor:
+def _without_kernel(
+    y: Tensor, a: Tensor, b: Tensor, offsets: Tensor | None, scale: float
+) -> Tensor:
+    if offsets is None:
+        return y.addmm_(a, b[0], alpha=scale)
     if y.device.type != "cpu":
         b = b.mT.clone(memory_format=torch.contiguous_format).mT  # rows of R, which torch can read
         inside = torch.arange(len(y), device=y.device).unsqueeze(1) < offsets[-1]

@@ -22,7 +22,8 @@ of a batch.
 The kernel runs a program for each multiprocessor, which works through the tiles of all matrices. On Hopper and later
 the copy engine loads the tiles (tensor maps made on the host) if m, n and k are multiples of 64, and it loads the
 addend and stores the result if m is one of 128. Elsewhere each thread moves its elements. Without Triton, and on the
-CPU, PyTorch multiplies one matrix after another.
+CPU, PyTorch multiplies one matrix after another. `symmetric_mm_sm90` runs symmetric products ``a @ b.mT`` of contiguous
+float16 matrices on Hopper, where m is a multiple of 128.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit_kernels.matmul import symmetric_mm_sm90 as sm90
 from lowbit_kernels.matmul.mm_tiles_triton import in_groups
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.runtime.launches import ran
@@ -218,6 +220,11 @@ def _launch(a, b, addend, symmetric, alpha, beta, gamma, out_dtype) -> Tensor | 
     # x x^T, whose sums are those of its transpose
     is_square = a.data_ptr() == b.data_ptr() and a_turned != b_turned
     a, b = (aligned(x.mT if turned else x) for x, turned in ((a, a_turned), (b, b_turned)))
+    is_kept = symmetric and not a_turned and b_turned
+    if is_kept and nvrtc.runs_on_hopper(a.device) and sm90.takes(m, k, a.dtype, out_dtype):
+        ran("batched_mm", "sm90")
+        added = None if addend is None else aligned(addend)
+        return sm90.symmetric_mm(a, b, added, alpha, beta, gamma)
     out = a.new_empty((count, m, n), dtype=stored_dtype(out_dtype, a.device))
     maps = has_large_tiles(a.device) and all(size % GRANULE == 0 for size in (m, n, k))
     blocks = _blocks(a.device, symmetric)

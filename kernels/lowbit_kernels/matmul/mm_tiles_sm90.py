@@ -8,7 +8,12 @@ from lowbit_kernels.runtime import nvrtc
 
 TILE_M, TILE_K, CLUSTER, THREADS = 128, 128, 2, 384
 MAX_STAGES = 10
-FORMATS = {torch.int8: "s8", torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+FORMATS = {
+    torch.int8: "s8",
+    torch.float8_e4m3fn: "e4m3",
+    torch.float8_e5m2: "e5m2",
+    torch.float16: "f16",
+}
 """The names of the operands' formats in instructions."""
 Formats = tuple[torch.dtype, torch.dtype]
 
@@ -23,13 +28,15 @@ def ring(width: int) -> tuple[int, int]:
 
 def instruction(formats: Formats, width: int) -> str:
     """The wgmma instruction for 64 x 32 bytes of a and `width` x 32 of b; generated, with an operand for each sum."""
-    sums = width // 2
+    sums, size = width // 2, formats[0].itemsize
     names = ", ".join(f"%{i}" for i in range(sums))
     is_int8 = formats[0] == torch.int8
-    kind, letter, signs = ("s32", "r", "") if is_int8 else ("f32", "f", ", 1, 1")
+    # signs of both operands of floats, and their orders if they have 16 bits
+    signs = "" if is_int8 else ", 1, 1" if size == 1 else ", 1, 1, 0, 0"
+    kind, letter = ("s32", "r") if is_int8 else ("f32", "f")
     operands = ", ".join(f'"+{letter}"(sums[{i}])' for i in range(sums))
     a, b, add, high = (f"%{sums + i}" for i in range(4))
-    name = f"m64n{width}k32.{kind}.{FORMATS[formats[0]]}.{FORMATS[formats[1]]}"
+    name = f"m64n{width}k{32 // size}.{kind}.{FORMATS[formats[0]]}.{FORMATS[formats[1]]}"
     return f"""
 // sums = a * b, plus sums if `add`
 DEVICE void multiply(SUM (&sums)[{sums}], uint32 a, uint32 b, int add) {{
