@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.metadata
+import importlib.util
 import platform
 import re
 from collections.abc import Iterable, Iterator
@@ -56,6 +57,11 @@ def version(name: str) -> str | None:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
+
+
+def is_importable(module: str) -> bool:
+    """True if Python finds this module, of whatever package: `onnxruntime` is also in onnxruntime-gpu."""
+    return importlib.util.find_spec(module) is not None
 
 
 def release(version: str) -> tuple[int, ...]:
