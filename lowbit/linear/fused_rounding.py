@@ -172,7 +172,8 @@ def rounded(
 
 def _turned(spec: Spec, x: Tensor) -> Spec | None:
     """The spec of the transposed x, where groups run along the last dimension but one, as in experts [E, K, N]."""
-    if x.ndim < 2 or x.numel() == 0 or torch.compiler.is_compiling():
+    runs_along_last = isinstance(spec.granularity, PerGroup)
+    if runs_along_last or x.ndim < 2 or x.numel() == 0 or torch.compiler.is_compiling():
         return None
     block = spec.block_size(x.shape)
     if block[-1] != 1 or block[-2] == 1 or any(b != 1 for b in block[:-2]):
@@ -203,8 +204,8 @@ def _in_parts(
     x: Tensor, spec: Spec, scale_dtype: torch.dtype, clips: bool, joint: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """`spec.rounded`, a few experts at a time: its temporaries take many times the memory of a stack."""
-    parts = [slice(None)] if _has_global(spec) or joint is not None else parts_of(x, spec)
-    if len(parts) == 1:
+    is_whole = x.ndim < 3 or joint is not None or _has_global(spec)
+    if is_whole or len(parts := parts_of(x, spec)) == 1:
         return spec.rounded(x, scale_dtype, clips, joint)
     values = torch.empty_like(x, memory_format=torch.contiguous_format)
     mask = torch.empty_like(values, dtype=torch.bool) if clips else None
