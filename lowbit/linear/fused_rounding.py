@@ -138,10 +138,16 @@ def rounded(
     masked: bool = True,
     joint: Tensor | None = None,
 ) -> tuple[Tensor, Inside]:
-    """x [..., K] rounded by its own scales, in `dtype` (None: its own), and where the gradient passes.
+    """x [..., K] rounded by its own scales, and where the gradient passes.
 
-    `after`: the gradient of a product, where the rounding belongs to its backward pass. `masked`: False where no
-    caller needs that mask. `joint`: as for `Spec.choose_qparams`.
+    Args:
+        x: float32, bfloat16 or float16.
+        spec: how it is rounded.
+        scale_dtype: of scales, where the spec names none.
+        dtype: of the result; None: that of x.
+        after: the gradient of a product, where the rounding belongs to its backward pass.
+        masked: False where no caller needs to know where the gradient passes.
+        joint: as for `Spec.choose_qparams`.
     """
     x, scale_dtype = x.detach(), spec.scale_dtype or scale_dtype
     turned = _turned(spec, x)
@@ -284,9 +290,13 @@ def learned_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x [..., K] and of the parameters of its scales and zero points, from that of its rounded values.
 
-    They follow `lowbit.numerics.learned_scales`, as do `parameters`. `found`: the scale and zero
-    point of `parameters`, where they were computed before. `in_place`: the gradient of x may take the memory of `grad`,
-    in eager code.
+    Args:
+        grad: of the rounded x.
+        x: what was rounded.
+        spec: how.
+        parameters: of scales and zero points, as `lowbit.numerics.learned_scales` has them.
+        found: the scale and zero point of `parameters`, where they were computed before.
+        in_place: True if the gradient of x may take the memory of `grad`, in eager code.
     """
     scale_parameter, zero_parameter = parameters
     scale, zero_point = found or qparams(spec, scale_parameter, zero_parameter)
@@ -355,7 +365,7 @@ def descended(
 # ---- differentiable --------------------------------------------------------------------------------------------------
 
 
-class _LearnedFakeQuantize(torch.autograd.Function):
+class _LearnedByKernel(torch.autograd.Function):
     """Keeps its arguments alone."""
 
     @staticmethod
@@ -386,4 +396,4 @@ def learned_fake_quantize(x: Tensor, scale: Tensor, zero: Tensor | None, spec: S
     the order of their sums."""
     if not runs(spec, x, given=True) or x.numel() == 0:
         return learned_scales.learned_fake_quantize(x, scale, zero, spec)
-    return _LearnedFakeQuantize.apply(x, scale, zero, spec)
+    return _LearnedByKernel.apply(x, scale, zero, spec)

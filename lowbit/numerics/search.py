@@ -446,8 +446,13 @@ def best_of_scales(
 ) -> Tensor:
     """For each block the scale, of `start` and all `offered`, with the smallest Σ importance · (x − x̂)².
 
-    A block keeps `start` unless another is better by more than sums in float32 are wrong. Arguments are those of
-    `search_qparams_affine`; scales are float32, one a block.
+    A block keeps `start` unless another is better by more than sums in float32 are wrong.
+
+    Args:
+        input, block_size, importance: those of `search_qparams_affine`.
+        dtype: of the codes.
+        start: float32, one scale a block.
+        offered: further scales of that shape.
     """
     weights = None if importance is None else _check_importance(importance, input.shape)
 

@@ -22,7 +22,7 @@ from lowbit.inference.calibration import large
 from lowbit.inference.calibration.finished import Finished
 from lowbit.inference.calibration.large import Streamed
 from lowbit.inference.calibration.run import Run
-from lowbit.inference.calibration.states import InMemory, OnDisk
+from lowbit.inference.calibration.states import StatesInMemory, StatesOnDisk
 from lowbit.testing import launch
 from tests import forked
 
@@ -234,7 +234,7 @@ def test_what_a_config_refuses() -> None:
 def test_tensors_on_disk(tmp_path: Path) -> None:
     """Odd shapes and dtypes, an empty one, and one that grows."""
     first = [torch.randn(3, 5).bfloat16(), torch.empty(0, 4), torch.tensor(torch.nan)]
-    held = OnDisk(tmp_path, first)
+    held = StatesOnDisk(tmp_path, first)
     assert list(tmp_path.iterdir()) == []  # the file has no name, so a kill leaves nothing
     held[0] = larger = torch.randn(2, 7, 3).mT
     held.append(last := torch.arange(5))
@@ -249,7 +249,7 @@ def test_tensors_in_memory() -> None:
     given = torch.randn(3, 5)
     before = given.clone()
     for copies in (False, True):
-        held = InMemory(torch.device("cpu"), [given], copies)
+        held = StatesInMemory(torch.device("cpu"), [given], copies)
         place = held[0].data_ptr()
         held[0] = first = torch.randn(3, 5)
         assert torch.equal(held[0], first) and (held[0].data_ptr() == place) == copies
@@ -264,7 +264,7 @@ def test_tensors_in_memory() -> None:
 def test_tensors_of_a_gpu_in_host_memory() -> None:
     """In locked pages, which the next tensor takes."""
     first, second = (torch.randn(300, 70, device="cuda").mT for _ in range(2))
-    held = InMemory(torch.device("cpu"), [first])
+    held = StatesInMemory(torch.device("cpu"), [first])
     place = held[0].data_ptr()
     assert held[0].is_pinned() and torch.equal(held[0], first.cpu())
     assert held[0].stride() == first.stride()
@@ -275,7 +275,7 @@ def test_tensors_of_a_gpu_in_host_memory() -> None:
     for _ in range(2):  # the GPU is still at work when the host goes on
         held[1] = large + torch.eye(3000, device="cuda").matrix_power(2**20)[0, 0]
         assert torch.equal(held[1], wanted)
-    other = InMemory(torch.device("cpu"), held, copy=True)
+    other = StatesInMemory(torch.device("cpu"), held, copy=True)
     assert other[0].is_pinned() and other[0].data_ptr() != place
 
 

@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 from lowbit import hf  # noqa: E402
 from lowbit.convert import side_by_side  # noqa: E402
 from lowbit.interop.hf.decoding import called, held, loop, options, step  # noqa: E402
-from lowbit.interop.hf.decoding.choice import Choice  # noqa: E402
+from lowbit.interop.hf.decoding.choice import TokenChoice  # noqa: E402
 from lowbit.interop.hf.decoding.step import Decoder, _token  # noqa: E402
 from lowbit_kernels.runtime import launches  # noqa: E402
 
@@ -183,15 +183,15 @@ def test_scores_are_those_of_transformers_processors(
     warped: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
-    own = Choice.scores
+    own = TokenChoice.scores
 
-    def scores(self: Choice, ids: Tensor, logits: Tensor) -> Tensor:
+    def scores(self: TokenChoice, ids: Tensor, logits: Tensor) -> Tensor:
         found = own(self, ids, logits)
         assert hash(self.key) == hash(self.key), "graphs are kept by it"
         seen.append((ids.clone(), logits.clone(), found.clone()))
         return found
 
-    monkeypatch.setattr(Choice, "scores", scores)
+    monkeypatch.setattr(TokenChoice, "scores", scores)
     model, inputs = made(), prompts(2)
     settings = {**inputs, "do_sample": True, "max_new_tokens": 4, "eos_token_id": None, **warped}
     found = hf.generate(model, **settings)
@@ -213,7 +213,7 @@ def test_draws_have_the_distribution_of_the_scores() -> None:
     logits[3] = -torch.inf
     rows = 40_000
     seed, position, shift = (torch.tensor([n]) for n in (9, 4, 1))
-    choice = Choice((), True, (), 0)
+    choice = TokenChoice((), True, (), 0)
     ids = torch.zeros(rows, 1, dtype=torch.int64)
     found = choice.tokens(ids, logits.expand(rows, 5), seed, position, shift)
     share = logits.double().softmax(0)
@@ -516,7 +516,7 @@ def test_the_folded_graph_of_a_token_computes_the_forward(
     with torch.no_grad():
         decoder = Decoder(model, 2, 256, torch.device("cpu"))
         decoder.begin(prompts(2)["input_ids"], [0, 3], 0)
-        decoder.choose(Choice((), False, (), 0), decoder.read_prompt(model, 100))
+        decoder.choose(TokenChoice((), False, (), 0), decoder.read_prompt(model, 100))
         given = (decoder.token, decoder.position_ids, decoder.position, decoder.start)
         expected = _token(model, decoder.cache)(*given).float()
         graph = decoder.traced(model)
@@ -572,7 +572,7 @@ def test_forwards_that_are_no_graph_are_refused(layer: Any, said: str) -> None:
     with torch.no_grad():
         decoder = Decoder(model, 1, 256, torch.device("cpu"))
         decoder.begin(prompts(1)["input_ids"], [0])
-        decoder.choose(Choice((), False, (), 0), decoder.read_prompt(model, 100))
+        decoder.choose(TokenChoice((), False, (), 0), decoder.read_prompt(model, 100))
         with pytest.raises(ValueError, match=said):
             decoder.traced(model)
 
@@ -631,7 +631,7 @@ def test_a_graph_runs_without_python_and_is_captured_once() -> None:
     assert torch.equal(outs[0], outs[2]) and torch.equal(outs[1], outs[3])
     assert not torch._dynamo.utils.counters["frames"]
     with launches.counted() as calls, torch.no_grad():
-        decoder._one(decoder._forward, Choice((), False, (), 0))
+        decoder._one(decoder._forward, TokenChoice((), False, (), 0))
     layers = 2
     assert calls["decode_attention", "triton"] == layers
     assert calls["gated_linear", "decode"] == layers

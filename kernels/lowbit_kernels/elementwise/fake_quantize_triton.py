@@ -376,7 +376,7 @@ def _gradients(
 def _kept_bits(
     bits, block, exists, start, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Whether elements of these blocks, from `start` on, are inside [BLOCKS, SIZE]."""
+    """True for each element of these blocks, from `start` on, that is inside [BLOCKS, SIZE]."""
     BYTES: tl.constexpr = (GROUP + 7) // 8
     byte = start // 8 + tl.arange(0, SIZE // 8)
     place = block.to(tl.int64)[:, None] * BYTES + byte[None, :]
