@@ -2,7 +2,7 @@
 
     python examples/one_card.py
 
-There is no high-precision copy of a weight. `python -m recipes.one_card` trains 8B parameters on a card of 24 GB so.
+There is no high-precision copy of a weight. `python -m recipes.one_card` trains 8B parameters on a card of 24 GB.
 """
 
 import torch

@@ -47,7 +47,7 @@ from lowbit_kernels.weight_only.weight_operands import (
 )
 
 MOST_TOKENS = 8
-"""With 16 the product is faster alone."""
+"""For 16 tokens, the product and then the activation took less time than both in one launch."""
 
 
 @op(

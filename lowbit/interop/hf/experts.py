@@ -20,7 +20,7 @@ from lowbit.tensor.frozen.affine_tensor import AffineTensor
 
 
 def _gradients(func: Any, args: Any, kwargs: Any) -> tuple[Tensor, Tensor]:
-    """The gradient of the input. That of the weight, which is frozen, nobody reads."""
+    """The gradient of the input, and in place of the frozen weight's, which no caller reads, uninitialised memory."""
     _, weight, offs, grad = args
     values = weight.dequantize().to(grad.dtype)
     return fallback.default(grad, values.transpose(-2, -1), offs), torch.empty_like(values)

@@ -175,7 +175,7 @@ def _changed(
     name: str, layer: Any, change: Callable[[], None], siblings: _MergedSiblings
 ) -> tuple[Tensor, Tensor, bool]:
     """Let PEFT change the low-bit weight of a layer in float32, and round the sum once. Returns the values before, the
-    sum, and whether it is another."""
+    sum, and True if they differ."""
     base, attribute = layer.get_base_layer(), attribute_of(layer)
     weight = getattr(base, attribute)
     before = values_of(weight)
