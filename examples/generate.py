@@ -34,9 +34,8 @@ for _ in range(60):
 
 print(lowbit.quantize_(model.eval(), Int4WeightOnly(group_size=32)))
 prompt = torch.tensor([[3, 4, 5, 6], [20, 21, 22, 23]])
-options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-by_transformers = model.generate(prompt, **options)
-tokens = lowbit.hf.generate(model, prompt, **options)
+by_transformers = model.generate(prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
+tokens = lowbit.hf.generate(model, prompt, max_new_tokens=12, do_sample=False, pad_token_id=0)
 print(tokens.tolist())
 assert torch.equal(tokens, by_transformers)
 assert torch.equal(tokens, (prompt[:, :1] + torch.arange(16)) % config.vocab_size)

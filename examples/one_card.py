@@ -20,10 +20,9 @@ model = nn.Sequential(
     nn.Linear(4 * WIDTH, WIDTH),
     nn.Linear(WIDTH, WORDS),
 )
-names = ("0", "1", "3", "4")
-lowbit.train.prepare_(model, {name: Int8Weight() for name in names})
-weights = [model[int(name)].weight for name in names]
-stored = sum(t.nbytes for weight in weights for t in weight.detach().inner_tensors().values())
+lowbit.train.prepare_(model, {name: Int8Weight() for name in ("0", "1", "3", "4")})
+weights = [w for w in model.parameters() if isinstance(w, lowbit.LowbitTensor)]
+stored = sum(part.nbytes for weight in weights for part in weight.inner_tensors().values())
 count = sum(weight.numel() for weight in weights)
 
 optimizer = lowbit.optim.AdamW4bit(model.parameters(), lr=2e-3, bf16_stochastic_round=True)

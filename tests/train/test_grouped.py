@@ -195,7 +195,6 @@ def test_experts_may_gain_exactly_where_enough_rows_gain() -> None:
     assert True in found and False in found
 
 
-
 @pytest.mark.parametrize("name", ["int8", "float8", "int8-weight"])
 def test_compiled_without_a_break_or_recompilation(name: str) -> None:
     """20 steps of changing token counts, of which the graph knows nothing; then other numbers of rows."""

@@ -587,5 +587,7 @@ def source(variant: DecodeVariant) -> str:
 
 @nvrtc.variants
 def _kernel(variant: DecodeVariant, shared: int, device: int) -> nvrtc.Kernel:
-    code, options = source(variant), {"shared": shared, "cluster": variant.split, "overlaps": True}
-    return nvrtc.kernel(code, "decode_mm", 23, structs=3, **options)
+    code, cluster = source(variant), variant.split
+    return nvrtc.kernel(
+        code, "decode_mm", 23, structs=3, shared=shared, cluster=cluster, overlaps=True
+    )
