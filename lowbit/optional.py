@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import platform
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,6 +62,8 @@ def version(name: str) -> str | None:
 
 def is_importable(module: str) -> bool:
     """True if Python finds this module, of whatever package: `onnxruntime` is also in onnxruntime-gpu."""
+    if module in sys.modules:
+        return sys.modules[module] is not None
     return importlib.util.find_spec(module) is not None
 
 
