@@ -222,6 +222,8 @@ def test_draws_have_the_distribution_of_the_scores() -> None:
     again = choice.tokens(ids, logits.expand(rows, 5), seed, position, shift)
     other = choice.tokens(ids, logits.expand(rows, 5), seed, position + 1, shift)
     assert torch.equal(found, again) and 0.3 < (found == other).float().mean() < 0.9
+    padded = choice.tokens(ids, logits.expand(rows, 5), seed, position + 7, shift + 7)
+    assert torch.equal(found, padded)
 
 
 def test_a_seed_gives_the_same_tokens() -> None:
