@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo.testing
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowbit.train import save_in_int8, saved
 from recipes.llama import Llama, SwiGLU
@@ -100,3 +100,17 @@ def test_a_torch_that_does_not_show_its_graph_rounds_nothing(
 ) -> None:
     monkeypatch.setattr(torch._functorch._aot_autograd, "graph_compile", SimpleNamespace())
     assert saved._uses_in_graph().exact
+
+
+def test_compiled_code_leaves_the_copies_of_weights_under_autocast() -> None:
+    torch.compiler.reset()
+    model = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 32))
+    model.compile(backend="aot_eager", dynamic=False)
+    x = torch.randn(7, 64, requires_grad=True)
+
+    def grad_x(context: Any) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16), context:
+            y = model(x)
+        return torch.autograd.grad(y.float().sum(), x)[0]
+
+    assert torch.equal(grad_x(save_in_int8(model, min_numel=1)), grad_x(torch.enable_grad()))
