@@ -168,7 +168,7 @@ def split(model: Any, device: str) -> None:
 def run_pairs(
     rank: int, width: int, pairs: Sequence[Pair], alone: dict[str, list[Tensor]]
 ) -> list[bool]:
-    """Whether the logits of each pair, all of one device and width, are those of the sequence alone."""
+    """True for each pair, all of one device and width, whose logits are those of the sequence alone."""
     torch.set_num_threads(1)
     device, equal = pairs[0].device, {}
     for name in alone:

@@ -42,7 +42,7 @@ class LossCandidate:
 
 @dataclass(frozen=True)
 class Losses:
-    """Of one seed each, and the bytes of states a parameter."""
+    """The loss of each seed, and the bytes of states a parameter."""
 
     each: list[float]
     bytes: float

@@ -10,8 +10,8 @@ once for each layer. `lowbit.load_pretrained` opens the folder. The reference is
     all parameters                 of fewer layers; packed weights by `qat.prepare_(model, scales="learned")`
     … int8 until write-back        packed weights by `train.prepare_(model, Int8Weight())`
 
-Adapters are float32 under autocast to bfloat16. Everything is trained by `AdamW8bit`, with a checkpoint a layer. Of all
-parameters rounding loses nothing: `weight_correction="8bit"`, for the row in int8 "momentum".
+Adapters are float32 under autocast to bfloat16. Everything is trained by `AdamW8bit`, with a checkpoint a layer. Rows
+of all parameters lose nothing to rounding: `weight_correction="8bit"`, for the row in int8 "momentum".
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lowbit import optional
 from lowbit_kernels.runtime import compiling
 
 DELAY = 1.0
@@ -68,7 +69,7 @@ def waiting(what: str) -> Iterator[None]:
 def _compiling(what: str) -> Iterator[None]:
     """What `lowbit_kernels.runtime.compiling` shows."""
     what = f"{what}, once on this machine"
-    if _is_on_terminal() and not _has_rich():
+    if _is_on_terminal() and not optional.is_importable("rich"):
         _write_once(f"lowbit: {what}")
     with progress(what, None, unit="", delay=COMPILING_DELAY):
         yield
@@ -85,21 +86,13 @@ def _nothing(count: int) -> None:
 
 def _is_seen() -> bool:
     """True if somebody sees a bar of this process."""
-    return _is_on_terminal() and _has_rich()
+    return _is_on_terminal() and optional.is_importable("rich")
 
 
 def _is_on_terminal() -> bool:
     if sys.stderr is None or not sys.stderr.isatty():
         return False
     return not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0)
-
-
-def _has_rich() -> bool:
-    try:
-        import rich  # noqa: F401
-    except ImportError:
-        return False
-    return True
 
 
 class _Display:

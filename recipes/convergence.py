@@ -57,7 +57,7 @@ from recipes.command_line import (
 from recipes.convergence_report import summarize, table, write_report
 from recipes.convergence_results import append_result, check_settings, read_results, settings
 from recipes.convergence_text import cached_data
-from recipes.convergence_variants import PRESETS, RUNS, Variant, Weights
+from recipes.convergence_variants import PRESETS, RUNS, ConvergenceRun, Weights
 from recipes.device import choose_device
 from recipes.llama import Llama
 from recipes.training import (
@@ -75,7 +75,7 @@ CHECK_EVERY = 25
 
 
 def train_run(
-    config: TrainingConfig, variant: Variant, data: text.Data, device: torch.device
+    config: TrainingConfig, variant: ConvergenceRun, data: text.Data, device: torch.device
 ) -> dict[str, Any]:
     """Train from scratch and measure: the record of a finished run.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from recipes import figures, pages
 from recipes.command_line import UserError
-from recipes.convergence_variants import REFERENCE, RUNS, Variant
+from recipes.convergence_variants import REFERENCE, RUNS, ConvergenceRun
 from recipes.runs import write_text
 
 STUDENT_T = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
@@ -27,7 +27,7 @@ class Summary:
         interval: half the width of its 95% interval; None with fewer than two seeds.
     """
 
-    variant: Variant
+    variant: ConvergenceRun
     losses: dict[int, float | None]
     difference: float | None
     interval: float | None

@@ -22,7 +22,7 @@ REFERENCE = "fp32"
 
 
 @dataclass(frozen=True)
-class Variant:
+class ConvergenceRun:
     """One way to keep weights and states.
 
     Attributes:
@@ -43,7 +43,7 @@ class Variant:
     saved_in_int8: bool = False
 
 
-def variants() -> dict[str, Variant]:
+def variants() -> dict[str, ConvergenceRun]:
     """Every layer takes part, however small it is: `always=True`."""
     fp32, bf16 = torch.float32, torch.bfloat16
     torch_adamw: Any = torch.optim.AdamW
@@ -57,23 +57,29 @@ def variants() -> dict[str, Variant]:
     int8, float8 = lowbit.Int8MixedPrecision(always=True), lowbit.Float8MixedPrecision(always=True)
     int8_weight, int4_weight, bitnet = lowbit.Int8Weight(), lowbit.Int4Weight(), lowbit.BitNet()
     found = [
-        Variant(REFERENCE, "fp32 weights, fp32 states (torch)", fp32, torch_adamw),
-        Variant("8bit", "fp32 weights, 8-bit states", fp32, lowbit.optim.AdamW8bit, 0.003),
-        Variant("float8", "fp32 weights, float8 states", fp32, lowbit.optim.AdamWFp8, 0.003),
-        Variant("4bit", "fp32 weights, 4-bit states", fp32, lowbit.optim.AdamW4bit, 0.01),
-        Variant("bf16-nearest", "bf16 weights, rounded to nearest", bf16, adamw),
-        Variant("bf16-stochastic", "bf16 weights, rounded stochastically", bf16, stochastic, 0.005),
-        Variant("bf16-corrected", "bf16 weights, 8-bit correction", bf16, corrected, 0.005),
-        Variant("bf16-exact", "bf16 weights, 16-bit correction", bf16, exact, 0.005),
-        Variant("bf16-momentum", "bf16 weights, error into momentum", bf16, compensated, 0.005),
-        Variant("int8-products", "int8 products", fp32, torch_adamw, 0.005, int8),
-        Variant(
+        ConvergenceRun(REFERENCE, "fp32 weights, fp32 states (torch)", fp32, torch_adamw),
+        ConvergenceRun("8bit", "fp32 weights, 8-bit states", fp32, lowbit.optim.AdamW8bit, 0.003),
+        ConvergenceRun("float8", "fp32 weights, float8 states", fp32, lowbit.optim.AdamWFp8, 0.003),
+        ConvergenceRun("4bit", "fp32 weights, 4-bit states", fp32, lowbit.optim.AdamW4bit, 0.01),
+        ConvergenceRun("bf16-nearest", "bf16 weights, rounded to nearest", bf16, adamw),
+        ConvergenceRun(
+            "bf16-stochastic", "bf16 weights, rounded stochastically", bf16, stochastic, 0.005
+        ),
+        ConvergenceRun("bf16-corrected", "bf16 weights, 8-bit correction", bf16, corrected, 0.005),
+        ConvergenceRun("bf16-exact", "bf16 weights, 16-bit correction", bf16, exact, 0.005),
+        ConvergenceRun(
+            "bf16-momentum", "bf16 weights, error into momentum", bf16, compensated, 0.005
+        ),
+        ConvergenceRun("int8-products", "int8 products", fp32, torch_adamw, 0.005, int8),
+        ConvergenceRun(
             "float8-products", "float8 products, a scale a row", fp32, torch_adamw, 0.005, float8
         ),
-        Variant("int8-weights", "int8 weights, no copy", bf16, stochastic, None, int8_weight),
-        Variant("int4-weights", "int4 weights, no copy", bf16, dropped, None, int4_weight),
+        ConvergenceRun(
+            "int8-weights", "int8 weights, no copy", bf16, stochastic, None, int8_weight
+        ),
+        ConvergenceRun("int4-weights", "int4 weights, no copy", bf16, dropped, None, int4_weight),
         *[
-            Variant(
+            ConvergenceRun(
                 f"{bits}-weights-{states}",
                 f"{bits} weights, error into momentum, {states} states",
                 bf16,
@@ -84,13 +90,15 @@ def variants() -> dict[str, Variant]:
             for bits, scheme in (("int8", int8_weight), ("int4", int4_weight))
             for states in ("fp32", "8bit", "4bit")
         ],
-        Variant(
+        ConvergenceRun(
             "int8-saved", "activations saved in int8", fp32, torch_adamw, 0.005, saved_in_int8=True
         ),
-        Variant("galore", "fp32 weights, GaLore of rank 16", fp32, LowRank),
-        Variant("apollo", "fp32 weights, APOLLO of rank 16", fp32, partial(LowRank, random=True)),
-        Variant("badam", "fp32 weights, BAdam of 4 blocks", fp32, BlockAdamW),
-        Variant("bitnet", "BitNet b1.58: ternary weights", fp32, torch_adamw, None, bitnet),
+        ConvergenceRun("galore", "fp32 weights, GaLore of rank 16", fp32, LowRank),
+        ConvergenceRun(
+            "apollo", "fp32 weights, APOLLO of rank 16", fp32, partial(LowRank, random=True)
+        ),
+        ConvergenceRun("badam", "fp32 weights, BAdam of 4 blocks", fp32, BlockAdamW),
+        ConvergenceRun("bitnet", "BitNet b1.58: ternary weights", fp32, torch_adamw, None, bitnet),
     ]
     return {variant.name: variant for variant in found}
 
@@ -151,7 +159,7 @@ class Weights:
     So all runs compute alike, and a difference of loss comes from the optimizer.
     """
 
-    def __init__(self, model: Llama, variant: Variant) -> None:
+    def __init__(self, model: Llama, variant: ConvergenceRun) -> None:
         """`model` comes in float32, as initialized. It gets its device's `computing_dtype` and the variant's scheme."""
         initial = [p.detach().clone() for p in model.parameters()]
         dtype = computing_dtype(initial[0].device)

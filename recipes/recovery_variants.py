@@ -18,7 +18,7 @@ TEACHER_COMPUTE = 4 / 3
 
 
 @dataclass(frozen=True)
-class Variant:
+class RecoveryRun:
     """One way to fine-tune with QAT.
 
     Attributes:
@@ -76,18 +76,18 @@ class Variant:
         return found
 
 
-def variants() -> dict[str, Variant]:
+def variants() -> dict[str, RecoveryRun]:
     plain: dict[str, Any] = {"scales": "present", "distils": False}
-    found = {f"g32-int{bits}": Variant("full", bits) for bits in (4, 3, 2)}
-    found["row-int4"] = Variant("full, a scale a row", 4, None)
-    found["g32-int8xint4"] = Variant("full, int8 activations", 4, int8=True)
-    found["lora-high"] = Variant("LoRA in high precision", None, rank=LORA_RANK)
-    found |= {f"lora-int{bits}": Variant("LoRA", bits, rank=LORA_RANK) for bits in (4, 2)}
+    found = {f"g32-int{bits}": RecoveryRun("full", bits) for bits in (4, 3, 2)}
+    found["row-int4"] = RecoveryRun("full, a scale a row", 4, None)
+    found["g32-int8xint4"] = RecoveryRun("full, int8 activations", 4, int8=True)
+    found["lora-high"] = RecoveryRun("LoRA in high precision", None, rank=LORA_RANK)
+    found |= {f"lora-int{bits}": RecoveryRun("LoRA", bits, rank=LORA_RANK) for bits in (4, 2)}
     for bits in (4, 3, 2):
-        found[f"plain-int{bits}"] = Variant("straight-through", bits, **plain)
+        found[f"plain-int{bits}"] = RecoveryRun("straight-through", bits, **plain)
     for bits in (4, 3, 2):
         about = "straight-through, equal compute"
-        found[f"compute-int{bits}"] = Variant(about, bits, **plain, length=TEACHER_COMPUTE)
+        found[f"compute-int{bits}"] = RecoveryRun(about, bits, **plain, length=TEACHER_COMPUTE)
     return found
 
 

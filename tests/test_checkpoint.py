@@ -179,7 +179,7 @@ def test_equal_tensors_are_not_ties(tmp_path: Path) -> None:
     assert not checkpoint.to_plain(state)[1]["ties"]
 
 
-def test_the_same_memory_under_two_schemes_is_no_tie() -> None:
+def test_the_same_memory_under_two_schemes_is_not_a_tie() -> None:
     w = torch.randn(4, 8)
     state = {
         "a": lb.FakeQuantizedTensor(w, INT4),
@@ -189,6 +189,7 @@ def test_the_same_memory_under_two_schemes_is_no_tie() -> None:
     }
     tensors, info = checkpoint.to_plain(state)
     assert not info["ties"]
+    assert len({t.data_ptr() for t in tensors.values()}) == len(tensors)
     assert_same(checkpoint.from_plain(tensors, info), state)
 
 

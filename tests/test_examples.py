@@ -16,7 +16,10 @@ EXAMPLES = sorted(FOLDER.glob("*.py"))
 @pytest.mark.parametrize("script", EXAMPLES, ids=lambda path: path.stem)
 def test_an_example_runs(script: Path, tmp_path: Path) -> None:
     """It checks itself by assertions, prints what it found, and leaves no files."""
-    done = forked.run(script.read_text(encoding="utf-8"), folder=tmp_path)
+    text = script.read_text(encoding="utf-8")
+    if "from transformers import" in text:
+        pytest.importorskip("transformers")
+    done = forked.run(text, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout
     assert not list(tmp_path.iterdir())

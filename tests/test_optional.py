@@ -8,6 +8,7 @@ import sys
 import tomllib
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -227,3 +228,12 @@ def test_what_a_package_of_an_extra_needs_is_named_with_it() -> None:
     plain = [re.split(r"[^\w.-]", line)[0] for line in lines if "extra ==" not in line]
     for name in {*plain} - {"rich"}:
         assert optional.bringing(name.replace("-", "_")) == ("cli", "typer")
+
+
+def test_what_is_importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert optional.is_importable("json") and optional.is_importable("xml.dom.minidom")
+    assert not optional.is_importable("no_module_of_this_name")
+    monkeypatch.setitem(sys.modules, "json", None)
+    assert not optional.is_importable("json")
+    monkeypatch.setitem(sys.modules, "made_by_hand", ModuleType("made_by_hand"))
+    assert optional.is_importable("made_by_hand")

@@ -6,9 +6,11 @@ import os
 import select
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from lowbit import progress
 from tests import forked
 
 pytest.importorskip("rich")
@@ -203,3 +205,11 @@ def test_a_compiler_is_told_of_early_and_without_rich_by_one_line(on_terminal: S
 @pytest.mark.parametrize("name", SILENT)
 def test_short_work_and_missing_rich_show_no_bar(name: str, on_terminal: Shown) -> None:
     assert on_terminal[1][name] == b""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_first_rank_alone_shows_bars(rank: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.stderr", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr(progress.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(progress.dist, "get_rank", lambda: rank)
+    assert progress._is_on_terminal() is (rank == 0)

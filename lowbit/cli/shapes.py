@@ -197,10 +197,10 @@ def _experts(config: Mapping[str, Any]) -> int:
 def _made_by_transformers(written: Mapping[str, Any]) -> tuple[Any, Any, str]:
     """transformers' config, the part of it for the language model, and "". None, None and the reason, a sentence, if
     transformers is missing or refuses the fields."""
-    try:
-        import transformers
-    except ImportError:
+    if not optional.is_importable("transformers"):
         return None, None, f"transformers is not installed: {optional.install('hf')}"
+    import transformers
+
     own = {k: v for k, v in written.items() if k != "quantization_config"}
     try:
         made = transformers.AutoConfig.for_model(**own)

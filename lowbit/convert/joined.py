@@ -105,7 +105,10 @@ def take_joined(
     errors: list[str],
 ) -> None:
     """The hook before loading: plain values of siblings become low-bit weights with a joint part of their scales.
-    Siblings that have these values already keep their bits, as other weights do."""
+    Siblings that have these values already keep their bits, as other weights do.
+
+    Args: those of `nn.Module.register_load_state_dict_pre_hook`'s hooks.
+    """
     if metadata.get("assign_to_params_buffers"):
         return
     for family in frozen_families(module):

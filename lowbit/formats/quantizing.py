@@ -39,6 +39,7 @@ from lowbit.formats.layer_names import (
 )
 from lowbit.formats.sources import Item
 from lowbit.formats.tied import is_tied
+from lowbit.numerics.search import check_scales
 from lowbit.numerics.snr import snr
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.scheme import Scheme
@@ -46,8 +47,6 @@ from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.siblings import quantized_together
 from lowbit.tensor.frozen.turned import spec_of_linears
-
-SCALES = ("minmax", "searched")
 
 
 class Quantizing:
@@ -72,8 +71,7 @@ class Quantizing:
         device: str | torch.device = "cpu",
         target: Format | None = None,
     ) -> None:
-        if scales is not None and scales not in SCALES:
-            raise FormatError(f"unknown scales {scales!r}; accepted: {', '.join(SCALES)} or None")
+        check_scales(scales, FormatError)
         if folder.weights:
             raise FormatError(
                 f"{folder.path} is in low bits already ({folder.format.name if folder.format else ''}); scheme= "

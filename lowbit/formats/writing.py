@@ -173,7 +173,17 @@ def write_folder(
     overwrite: bool,
     largest: int,
 ) -> None:
-    """Write `source` to the folder `out`, in shards of at most `largest` bytes, and enter all of it in `report`."""
+    """Write a model to a folder.
+
+    Args:
+        source: the model.
+        out: the folder, which takes its place once it is whole.
+        target: the format.
+        report: gets an entry for each tensor, and the bytes of all.
+        lossy: True allows values that the format rounds again.
+        overwrite: True replaces a folder that exists.
+        largest: the most bytes of a shard.
+    """
     with new_folder(out, overwrite) as folder:
         shards = Shards(folder, largest, target, source.config)
         weights, plain, scales = _write_all(source, shards, target, lossy, report)
@@ -226,8 +236,14 @@ def check_writing(
     """Check what `export` will get of a model in memory, before work of hours. Returns the patterns of
     `scheme` with the scales that the format stores.
 
-    Raises FormatError for a format of programs, a scheme that the format does not hold, unless `lossy`, an `out` that
-    exists or cannot be written, and a size that is none.
+    Args:
+        source: the folder of the model as it is.
+        scheme: for all weights, or by pattern.
+        out, format, lossy, overwrite, max_shard_size: as `lowbit.export` takes them.
+
+    Raises:
+        FormatError: a format of programs, a scheme that the format does not hold, unless `lossy`, an `out` that exists
+            or cannot be written, and a `max_shard_size` that is not a size.
     """
     target = target_of(format or default_format(source))
     if isinstance(target, ProgramFormat):
@@ -322,8 +338,15 @@ def export_like(
     overwrite: bool,
     leads: bool = True,
 ) -> ExportReport:
-    """`lowbit.export(model, out, like=folder)` of a source. If ranks share its weights, all of them call this, and the
-    one that `leads` writes."""
+    """`lowbit.export(model, out, like=folder)` of a source. If ranks share its weights, all of them call this.
+
+    Args:
+        source: the model in training.
+        out: the folder to write.
+        folder: the one that the model came from, which has a format.
+        lossy, overwrite: as `lowbit.export` takes them.
+        leads: True on the rank that writes. The others gather with it.
+    """
     assert folder.format is not None
     _check_apart(folder.path, out)
     report = ExportReport(format=folder.format.name, path=str(out))

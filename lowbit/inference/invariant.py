@@ -183,11 +183,11 @@ def _watch(model: nn.Module, batch: Any) -> None:
     for name, module in model.named_modules():
         hooks.append(module.register_forward_pre_hook(partial(enter, name)))
         hooks.append(module.register_forward_hook(leave))
-    with hooked(*hooks), torch.no_grad(), eval_mode(model), _Watch(place):
+    with hooked(*hooks), torch.no_grad(), eval_mode(model), _InvariantWatch(place):
         call(model, on_device_of(model, batch))
 
 
-class _Watch(TorchDispatchMode):
+class _InvariantWatch(TorchDispatchMode):
     """Raises NotImplementedError for an operation on floats that is not among `EXACT`. `place` names the module; None
     for one of `lowbit.layers.invariant`."""
 

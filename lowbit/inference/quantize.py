@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -26,11 +25,10 @@ from lowbit.convert import (
 )
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.layers.static_input import check_input, held_for, input_qparams, take_input
+from lowbit.numerics.search import Scales, check_scales
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.siblings import quantized_together
-
-Scales = Literal["minmax", "searched"]
 
 
 def quantize_(
@@ -93,10 +91,7 @@ def quantize_(
             `Plan` says so; a pattern that chooses nothing; an integer, complex, NaN or infinite weight; a static
             activation that `lowbit.calibrate` has not seen with this scheme. The model then stays unchanged.
     """
-    if scales is not None and scales not in get_args(Scales):
-        raise ValueError(
-            f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"
-        )
+    check_scales(scales)
     if device is not None:
         device = torch.device(device)  # `.to` takes a dtype too
     targets, report = find_targets(model, scheme, filter_fn)

@@ -34,7 +34,7 @@ SETTINGS = {
 
 
 class CacheScales(StandIn):
-    """The mixin of a module whose buffers of these names are such scales. A cast leaves them in their dtype."""
+    """Mixin of a module with such scales as buffers KEY and VALUE. A cast of the module keeps their dtype."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         held = {name: self._buffers[name] for name in (KEY, VALUE) if name in self._buffers}

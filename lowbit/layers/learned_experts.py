@@ -4,7 +4,7 @@ Such a module has several stacked weights [E, …] and a forward of its own, whi
 multiplies by all of them at once. Its class is a `Scaled` one. While its forward runs, each of
 these weights reads as what products see: the whole weight rounded once by its scales, plain and differentiable. So any
 product that forward contains is that of a plain weight. Grouped products round by themselves where a kernel does it in
-one pass (`lowbit.tensor.trained.rounded_stack`). Outside of forward the module holds its parameters.
+one pass (`lowbit.layers.rounded_stack`). Outside of forward the module holds its parameters.
 
 Where the scheme rounds the inputs too, the weight reads as a FakeQuantizedTensor over the rounded values, or as their
 codes, whose products round the inputs as they do with present scales.
@@ -16,12 +16,12 @@ from typing import Any
 
 from torch import Tensor
 
+from lowbit.layers.rounded_stack import seen_by_experts
 from lowbit.layers.stand_in import StandIn, names_given
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.tensor.core.dtensor import by_rows, placed_as
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor
 from lowbit.tensor.trained.learned_scales import hold, settled_by
-from lowbit.tensor.trained.rounded_stack import seen_by_experts
 
 
 class Holder(StandIn):

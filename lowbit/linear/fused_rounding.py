@@ -138,10 +138,16 @@ def rounded(
     masked: bool = True,
     joint: Tensor | None = None,
 ) -> tuple[Tensor, Inside]:
-    """x [..., K] rounded by its own scales, in `dtype` (None: its own), and where the gradient passes.
+    """x [..., K] rounded by its own scales, and where the gradient passes.
 
-    `after`: the gradient of a product, where the rounding belongs to its backward pass. `masked`: False where no
-    caller needs that mask. `joint`: as for `Spec.choose_qparams`.
+    Args:
+        x: float32, bfloat16 or float16.
+        spec: how it is rounded.
+        scale_dtype: of scales, where the spec names none.
+        dtype: of the result; None: that of x.
+        after: the gradient of a product, where the rounding belongs to its backward pass.
+        masked: False where no caller needs to know where the gradient passes.
+        joint: as for `Spec.choose_qparams`.
     """
     x, scale_dtype = x.detach(), spec.scale_dtype or scale_dtype
     turned = _turned(spec, x)
@@ -172,7 +178,8 @@ def rounded(
 
 def _turned(spec: Spec, x: Tensor) -> Spec | None:
     """The spec of the transposed x, where groups run along the last dimension but one, as in experts [E, K, N]."""
-    if x.ndim < 2 or x.numel() == 0 or torch.compiler.is_compiling():
+    runs_along_last = isinstance(spec.granularity, PerGroup)
+    if runs_along_last or x.ndim < 2 or x.numel() == 0 or torch.compiler.is_compiling():
         return None
     block = spec.block_size(x.shape)
     if block[-1] != 1 or block[-2] == 1 or any(b != 1 for b in block[:-2]):
@@ -203,8 +210,8 @@ def _in_parts(
     x: Tensor, spec: Spec, scale_dtype: torch.dtype, clips: bool, joint: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
     """`spec.rounded`, a few experts at a time: its temporaries take many times the memory of a stack."""
-    parts = [slice(None)] if _has_global(spec) or joint is not None else parts_of(x, spec)
-    if len(parts) == 1:
+    is_whole = x.ndim < 3 or joint is not None or _has_global(spec)
+    if is_whole or len(parts := parts_of(x, spec)) == 1:
         return spec.rounded(x, scale_dtype, clips, joint)
     values = torch.empty_like(x, memory_format=torch.contiguous_format)
     mask = torch.empty_like(values, dtype=torch.bool) if clips else None
@@ -283,9 +290,13 @@ def learned_gradients(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Gradients of x [..., K] and of the parameters of its scales and zero points, from that of its rounded values.
 
-    They follow `lowbit.numerics.learned_scales`, as do `parameters`. `found`: the scale and zero
-    point of `parameters`, where they were computed before. `in_place`: the gradient of x may take the memory of `grad`,
-    in eager code.
+    Args:
+        grad: of the rounded x.
+        x: what was rounded.
+        spec: how.
+        parameters: of scales and zero points, as `lowbit.numerics.learned_scales` has them.
+        found: the scale and zero point of `parameters`, where they were computed before.
+        in_place: True if the gradient of x may take the memory of `grad`, in eager code.
     """
     scale_parameter, zero_parameter = parameters
     scale, zero_point = found or qparams(spec, scale_parameter, zero_parameter)
@@ -354,7 +365,7 @@ def descended(
 # ---- differentiable --------------------------------------------------------------------------------------------------
 
 
-class _LearnedFakeQuantize(torch.autograd.Function):
+class _LearnedByKernel(torch.autograd.Function):
     """Keeps its arguments alone."""
 
     @staticmethod
@@ -385,4 +396,4 @@ def learned_fake_quantize(x: Tensor, scale: Tensor, zero: Tensor | None, spec: S
     the order of their sums."""
     if not runs(spec, x, given=True) or x.numel() == 0:
         return learned_scales.learned_fake_quantize(x, scale, zero, spec)
-    return _LearnedFakeQuantize.apply(x, scale, zero, spec)
+    return _LearnedByKernel.apply(x, scale, zero, spec)

@@ -264,7 +264,15 @@ def transposed(codes: Tensor, columns: int, after: Tensor | None = None) -> Tens
 def low_bit_product(
     note: Note | None, name: str, fmt: str, a: Codes, b: Codes, dtype: torch.dtype
 ) -> Tensor:
-    """`_product`, noted as the product `name` in the format `fmt`."""
+    """a @ b.T by the kernels, [M, N].
+
+    Args:
+        note: what a trace notes of the call, or None.
+        name: of the product, for the trace: one of `PRODUCTS`.
+        fmt: the format of a and b as `quantize_rowcol` names it, for the trace.
+        a, b: codes [M, K] and [N, K], and their scales.
+        dtype: of the result.
+    """
     if note is not None:
         tracer.record(note, name, fmt)
     return _product(a, b, dtype)
@@ -323,8 +331,15 @@ def quantized_input(
     offsets: Tensor | None = None,
     given: Tensor | None = None,
 ) -> Quantized:
-    """`_quantize` of x [..., K], viewed as [M, K], in the scheme's forward format, without gradient; with `offsets`,
-    `quantize_grouped`. Shared as `of_last_input` says. `given`: the layer's input, of which x is a cast, or None.
+    """Codes and scales of an input in the scheme's forward format, without gradient. Layers that read the same input
+    share them (`of_last_input`).
+
+    Args:
+        x: [..., K], viewed as [M, K].
+        scheme: of training.
+        rows, columns: True for codes along the rows of x, and along its columns.
+        offsets: the ends of each expert's rows, for `quantize_grouped`, or None.
+        given: the layer's input, of which x is a cast, or None.
     """
     grouped = None if offsets is None or torch.compiler.is_compiling() else _Same(offsets)
 

@@ -27,7 +27,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import repeat
-from typing import NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
@@ -48,6 +48,8 @@ from lowbit.numerics.blocks import block_counts, block_sums
 from lowbit.numerics.code_range import CodeType, is_value, quant_range
 from lowbit.numerics.float32 import round_to_dtype
 
+Scales = Literal["minmax", "searched"]
+"""How a conversion chooses scales."""
 CHUNK_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements that are searched at once: few enough for a CPU's caches, and enough to occupy a GPU."""
 
@@ -64,6 +66,12 @@ ROUNDS = 3
 
 MARGIN = 1 - 2.0**-13
 """An error has to fall by more than float32 sums are wrong by."""
+
+
+def check_scales(scales: str | None, error: type[Exception] = ValueError) -> None:
+    """Raise `error` unless `scales` is None or one of `Scales`."""
+    if scales is not None and scales not in get_args(Scales):
+        raise error(f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None")
 
 
 class QParams(NamedTuple):
@@ -446,8 +454,13 @@ def best_of_scales(
 ) -> Tensor:
     """For each block the scale, of `start` and all `offered`, with the smallest Σ importance · (x − x̂)².
 
-    A block keeps `start` unless another is better by more than sums in float32 are wrong. Arguments are those of
-    `search_qparams_affine`; scales are float32, one a block.
+    A block keeps `start` unless another is better by more than sums in float32 are wrong.
+
+    Args:
+        input, block_size, importance: those of `search_qparams_affine`.
+        dtype: of the codes.
+        start: float32, one scale a block.
+        offered: further scales of that shape.
     """
     weights = None if importance is None else _check_importance(importance, input.shape)
 

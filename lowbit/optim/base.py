@@ -75,7 +75,7 @@ from lowbit.optim.state.checkpoint import (
 from lowbit.optim.state.described import described
 from lowbit.optim.state.foreign import translated
 from lowbit.optim.step.eager import EagerStep
-from lowbit.optim.step.job import GradScale, Job, Step, collect, grad_scale
+from lowbit.optim.step.job import GradScale, Job, StepOfJobs, collect, grad_scale
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 
@@ -133,7 +133,7 @@ class LowbitOptimizer(torch.optim.Optimizer):
     states, in place; None: the algorithm has none. It is called after `reference`, with `error` (float32), the weight
     before it was rounded less the weight after, in place of `param` and `grad`, and may take `least_lr`, see
     `least_rate`. It adds nothing where `lr` is 0."""
-    eager_steps: ClassVar[tuple[Step, ...]] = (EagerStep(),)
+    eager_steps: ClassVar[tuple[StepOfJobs, ...]] = (EagerStep(),)
     """The steps that update the parameters that kernels leave, in this order."""
 
     _fused: FusedStep | None = None  # of the last step

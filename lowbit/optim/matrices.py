@@ -14,11 +14,11 @@ from torch import Tensor
 from lowbit.optim.adam import AdamBase
 from lowbit.optim.options import Check, check_nonnegative, check_optional_flag
 from lowbit.optim.step.eager import EagerStep
-from lowbit.optim.step.job import GradScale, Job, Step
+from lowbit.optim.step.job import GradScale, Job, StepOfJobs
 
 
 class MatrixStep:
-    """`lowbit.optim.step.job.Step` of the groups of matrices; it leaves the others."""
+    """`lowbit.optim.step.job.StepOfJobs` of the groups of matrices; it leaves the others."""
 
     def run(self, optimizer: MatrixBase, jobs: list[Job], scale: GradScale) -> list[Job]:
         option = optimizer.matrix_option
@@ -37,7 +37,7 @@ def is_matrix(param: Tensor, name: str = "") -> bool:
 class MatrixBase(AdamBase):
     """AdamW for the groups without matrices, and the step of `matrix_module` for the others."""
 
-    eager_steps: ClassVar[tuple[Step, ...]] = (MatrixStep(), EagerStep())
+    eager_steps: ClassVar[tuple[StepOfJobs, ...]] = (MatrixStep(), EagerStep())
     matrix_module: ClassVar[str]
     """The module whose `run` steps matrices. It imports Triton, so it is imported by the first step."""
     matrix_option: ClassVar[str]

@@ -82,6 +82,12 @@ def reference(
     """One step in place, on plain tensors of one shape [rows, ...]; see the module for the formula.
 
     `lowbit.optim.step.matrix_step` makes the same three steps, for batches of matrices.
+
+    Args:
+        param, grad, momentum_buffer: of one shape, each its own memory. `grad` stays as it is.
+        row_moment: with `row_beta2`, the mean squares of rows, float32, updated in place.
+        lr, weight_decay, momentum, nesterov, ns_coefficients, eps, ns_steps, adjust_lr_fn: as `Muon` takes them.
+        maximize, stacked, ns_scaling, row_beta2: as `Muon` takes them.
     """
     from lowbit.optim.step.orthogonalize import orthogonalize
 

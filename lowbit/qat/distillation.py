@@ -98,7 +98,14 @@ class Distillation:
         kwargs: dict[str, Any],
         num_items: Tensor | int | None = None,
     ) -> tuple[Tensor, Any]:
-        """The loss, and the student's outputs. `model`: the one to call, such as a wrapper of the prepared model."""
+        """The loss, and the student's outputs.
+
+        Args:
+            model: the one to call, such as a wrapper of the prepared model.
+            args, kwargs: of the call.
+            labels: of the tokens, int64; None: all tokens count.
+            num_items: by which the sum over tokens is divided; None: the tokens that count.
+        """
         of_transformers = hasattr(getattr(self.model, "config", None), "output_hidden_states")
         if self.hidden_weight and of_transformers:
             kwargs = {**kwargs, "output_hidden_states": True}

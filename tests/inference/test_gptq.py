@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import lowbit as lb
 from lowbit.inference import GPTQ, Rotate, Search
-from lowbit.inference.calibration.columns import Factor
+from lowbit.inference.calibration.columns import COLUMNS, Factor
 from lowbit.inference.calibration.inputs import Moments, product
 from lowbit.inference.calibration.step import Layer
 from lowbit.tensor.frozen.rotated_tensor import rotated_blocks
@@ -70,8 +70,18 @@ def textbook(
 @pytest.mark.parametrize("act_order", [True, False])
 @pytest.mark.usefixtures("least_squares")
 def test_equals_the_textbook(scheme: lb.Scheme, act_order: bool) -> None:
-    x = uneven(400, SIZES[1])
-    plain = nn.Linear(SIZES[1], SIZES[0], bias=False)
+    check_textbook(scheme, act_order, SIZES[1])
+
+
+@pytest.mark.parametrize("act_order", [True, False])
+@pytest.mark.usefixtures("least_squares")
+def test_errors_reach_the_columns_of_later_chunks(act_order: bool) -> None:
+    check_textbook(lb.IntxWeightOnly(3, 32, "symmetric"), act_order, 2 * COLUMNS + 32)
+
+
+def check_textbook(scheme: lb.Scheme, act_order: bool, size: int) -> None:
+    x = uneven(4 * size + 16, size)
+    plain = nn.Linear(size, SIZES[0], bias=False)
     model, step = nn.Sequential(plain), GPTQ(act_order=act_order)
     weight = plain.weight.detach().clone()
     lb.calibrate(model, scheme, [x], steps=[step])

@@ -15,7 +15,7 @@ from lowbit.inference import GPTQ, LearnedRounding, Search
 from lowbit.inference.calibration import learned_weight
 from lowbit.inference.calibration.learned_rounding import Block, _held_out, _Learning
 from lowbit.inference.calibration.learned_weight import INSIDE, originals, steps_of
-from lowbit.inference.calibration.states import OnDisk
+from lowbit.inference.calibration.states import StatesOnDisk
 from lowbit.tracing.batches import output_tensor
 from lowbit_kernels.runtime import launches
 from recipes.llama import Llama
@@ -344,8 +344,8 @@ def test_a_step_reads_two_states_of_a_batch_from_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One is the input of the block. The other is the output that it should have."""
-    reads, read = [], OnDisk.__getitem__
-    monkeypatch.setattr(OnDisk, "__getitem__", lambda *a: reads.append(1) or read(*a))
+    reads, read = [], StatesOnDisk.__getitem__
+    monkeypatch.setattr(StatesOnDisk, "__getitem__", lambda *a: reads.append(1) or read(*a))
     counts = []
     for steps in (2, 12):
         reads.clear()

@@ -145,6 +145,7 @@ def test_a_value_that_is_not_finite_is_named() -> None:
     plain["attention.k_proj.weight"][3, 5] = torch.nan
     with pytest.raises(RuntimeError, match=r"k_proj(?s:.*)1 NaN or infinite"):
         model.load_state_dict(plain)
+    assert all(bool(w.dequantize().isfinite().all()) for w in weights(model).values())
 
 
 def test_a_value_that_rounds_to_infinity_is_named() -> None:

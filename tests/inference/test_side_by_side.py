@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import lowbit as lb
 from lowbit.convert import side_by_side
-from lowbit.convert.side_by_side import joint_of
+from lowbit.convert.side_by_side import joint_of, joint_weight
 from lowbit.linear.frozen.in_graph import MOST_ALIKE
 from lowbit_kernels.runtime import launches
 from tests.garbage import only_new
@@ -128,6 +128,17 @@ def test_weights_that_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> No
     lb.quantize_(narrow, lb.Int4WeightOnly(8))
     assert not are_joined(parts(tied, "codes")) and not are_joined(parts(mixed, "codes"))
     assert narrow.q_proj.weight.codes.data_ptr() % 16 == 0
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_the_joint_weight_of_linears(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, joined = pair(monkeypatch, lb.Int4WeightOnly(32), bias=bias)
+    linears = [joined.q_proj, joined.k_proj, joined.v_proj]
+    found = joint_weight(linears)
+    assert (found is None) is bias and joint_weight(linears[::-1]) is None
+    if found is not None:
+        rows = torch.cat([linear.weight.dequantize() for linear in linears])
+        assert torch.equal(found.dequantize(), rows)
 
 
 def test_siblings_that_are_stored_in_different_ways_have_no_joint_rows() -> None:

@@ -1,4 +1,4 @@
-"""Folders of models that are no Llama: encoders, encoder-decoders, recurrent and vision models."""
+"""Folders of models that are not Llamas: encoders, encoder-decoders, recurrent and vision models."""
 
 from __future__ import annotations
 

@@ -268,7 +268,10 @@ def test_written_like_the_folder(kind: str, learned: bool, tmp_path: Path) -> No
     folder = publish(kind, tmp_path / "published")
     model = adapted(lb.load_pretrained(folder), target_modules=["q_proj", "v_proj"], std=0.1)
     given = batches() if learned else None
-    lowbit.peft.merge_(model, batches=given, steps=QUICK if learned else None, keep_base=False)
+    steps = QUICK if learned else None
+    report = lowbit.peft.merge_(model, batches=given, steps=steps, keep_base=False)
+    with pytest.raises(ValueError, match="no base weights are kept"):
+        report.unmerge_()
     merged = model.merge_and_unload()
     expected = outputs(merged, batches())
     lb.export(merged, tmp_path / "tuned", like=folder)

@@ -227,9 +227,9 @@ def test_siblings_make_room_for_a_large_adapter(
     before = [w.detach().clone() for w in weights]
     target = exactly(model)
     copies: list[int] = []
-    make_room = merge._Siblings.make_room
+    make_room = merge._MergedSiblings.make_room
     monkeypatch.setattr(
-        merge._Siblings,
+        merge._MergedSiblings,
         "make_room",
         lambda self, *args: copies.append(len(self.kept)) or make_room(self, *args),
     )

@@ -170,6 +170,11 @@ def test_nvfp4_by_hand() -> None:
     assert torch.equal(t.dequantize(), w)
 
 
+def test_a_matrix_of_zeros_has_a_global_scale_of_one() -> None:
+    t = lb.AffineTensor.from_float(torch.zeros(4, 32), lb.NVFP4WeightOnly())
+    assert t.global_scale.item() == 1 and not t.dequantize().any()
+
+
 @every_preset
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 def test_zeros_huge_and_tiny_values(scheme: lb.Scheme, dtype: torch.dtype) -> None:

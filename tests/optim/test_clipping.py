@@ -95,6 +95,16 @@ def test_gradients_whose_squares_overflow_are_not_bad():
     assert p.isfinite().all() and not torch.equal(p, before)
 
 
+@pytest.mark.parametrize(("found_inf", "value"), [(1.0, 1.0), (0.0, math.inf)])
+def test_a_step_is_skipped_where_the_scaler_or_the_optimizer_finds_a_bad_gradient(found_inf, value):
+    (p,) = parameters((64, 100))
+    optimizer = optim.AdamW([p], skip_nonfinite=True, state="fp32")
+    p.grad, before = torch.full_like(p, value), p.detach().clone()
+    optimizer.found_inf = torch.tensor(found_inf)  # as GradScaler sets it
+    optimizer.step()
+    assert torch.equal(p, before)
+
+
 def scaled(model, optimizer, scaler, x, poison=False):
     optimizer.zero_grad()
     scaler.scale(model(x).square().mean()).backward()

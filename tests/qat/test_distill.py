@@ -369,6 +369,24 @@ def test_hidden_states() -> None:
         qat.Distillation(nn.Linear(16, 8), nn.Linear(16, 8), hidden_weight=1.0)(values(2, 16))
 
 
+def test_hidden_states_of_a_micro_batch_count_by_its_share_of_tokens() -> None:
+    model = language().eval()
+    labels = TOKENS.masked_fill(TOKENS == 0, -100)
+    counted = int((labels != -100).sum())
+
+    def of_hidden(num_items: int | None) -> Tensor:
+        with_hidden, without = (
+            qat.Distillation(model, hidden_weight=weight, shift_labels=False).loss_and_outputs(
+                model, (TOKENS,), labels, {}, num_items
+            )[0]
+            for weight in (0.5, 0.0)
+        )
+        return with_hidden - without
+
+    whole = of_hidden(None)
+    torch.testing.assert_close(4 * of_hidden(4 * counted), whole, rtol=1e-4, atol=1e-6)
+
+
 def test_compiled_model() -> None:
     torch._dynamo.reset()
     model = language()

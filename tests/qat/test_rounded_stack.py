@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from lowbit import Int4WeightOnly, Int8WeightOnly, NVFP4WeightOnly, qat, quantize_
+from lowbit.layers import rounded_stack
+from lowbit.layers.rounded_stack import RoundedStack
 from lowbit.linear import fused_rounding
 from lowbit.numerics import learned_scales
 from lowbit.numerics.spec import Spec
-from lowbit.tensor.trained import rounded_stack
-from lowbit.tensor.trained.rounded_stack import RoundedStack
 from tests.schemes import relative_error
 
 ROWS = [5, 0, 3, 9]  # an expert without a row

@@ -18,9 +18,9 @@ from torch.utils.checkpoint import (
 )
 
 import lowbit
-from lowbit.tensor.core import lazy_stack as module
-from lowbit.tensor.core.adapted_stack import AdaptedStack
-from lowbit.tensor.core.lazy_stack import GROUPED
+from lowbit.linear import lazy_stack as module
+from lowbit.linear.frozen.adapted_stack import AdaptedStack
+from lowbit.linear.lazy_stack import GROUPED
 from lowbit_kernels.matmul.add_grouped_mm import add_grouped_mm_
 from lowbit_kernels.runtime.launches import counted
 from tests.kernels.interpreted import interpreted

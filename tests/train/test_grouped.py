@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import lowbit as lb
 from lowbit import Int4Weight, Int8Weight, trace, train
+from lowbit.schemes.least_sizes import LeastExperts
 from lowbit.tensor.trained.gathered import GatheredTensor
 from lowbit_kernels.runtime import launches
 from tests.as_sent import as_sent
@@ -184,6 +185,14 @@ def test_which_sizes_gain() -> None:
     assert scheme.least_experts.gains(32768, 8, 14336, 4096)
     assert scheme.obstacle((128, 1536, 2048), ["other"]) is None
     assert "too small" in scheme.obstacle((128, 256, 2048), ["other"])
+
+
+def test_experts_may_gain_exactly_where_enough_rows_gain() -> None:
+    least = LeastExperts()
+    sizes = [(n, k) for n in range(420, 2048, 101) for k in (512, 1024, 8192)]
+    found = [least.may_gain(n, k) for n, k in sizes]
+    assert found == [least.gains(2**60, 1, n, k) for n, k in sizes]
+    assert True in found and False in found
 
 
 @pytest.mark.parametrize("name", ["int8", "float8", "int8-weight"])

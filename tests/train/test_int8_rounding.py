@@ -47,6 +47,12 @@ def test_an_update_is_unbiased_over_the_weights():
     assert abs(change.mean() - 0.01) < 5 * math.sqrt(0.01 / change.numel()) + 2**-16
 
 
+def test_an_element_of_a_weight_has_a_draw_of_its_own():
+    weight = weight_of(8, 512)
+    assert (weight.place.diff(dim=0) == 512).all()
+    assert torch.equal(weight[2:5].place, weight.place[2:5])
+
+
 def test_random_bits_differ_between_rows_updates_and_names():
     def draws(name, row, update):
         index = torch.arange(1000) + row * 1000 + first_offset(0, name)

@@ -153,7 +153,7 @@ def test_a_trace_sees_each_call(scheme):
 
 @every_scheme
 def test_results_in_place(scheme):
-    """The output of an input of three dimensions is no view, which could not be written to."""
+    """The output of an input of three dimensions is not a view, which could not be written to."""
     layer = prepared(scheme)
     x = torch.randn(2, 3, 40)
     y = layer(x.requires_grad_())

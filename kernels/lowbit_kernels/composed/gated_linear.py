@@ -47,7 +47,7 @@ from lowbit_kernels.weight_only.weight_operands import (
 )
 
 MOST_TOKENS = 8
-"""With 16 the product is faster alone."""
+"""For 16 tokens, the product and then the activation took less time than both in one launch."""
 
 
 @op(
@@ -98,8 +98,13 @@ def planned(
     activation: str,
     eps: float | None,
 ) -> Product | None:
-    """The product of x, codes, scale, zero_point and global_scale that are `described` so; None if no kernel takes
-    them. `eps`: None without `normed`."""
+    """The product by the decode kernel; None if it does not take the operands.
+
+    Args:
+        tensors: x, codes, scale, zero_point and global_scale, as `all_described` describes them.
+        group_size, bits, table, activation: as the op takes them.
+        eps: of the norm; None without `normed`.
+    """
     x, codes, scale, zero_point, global_scale = all_layouts(tensors)
     rows = x.rows()
     m = prod(x.shape[:-1])

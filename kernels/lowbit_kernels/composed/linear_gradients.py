@@ -189,7 +189,13 @@ def planned(
     dtype: torch.dtype,
 ) -> Planned | None:
     """The plan for operands of these layouts; None where the parts have to copy one of them, read the gradient only
-    once, split a sum that may overflow, or number more rows than `MOST_ROWS`."""
+    once, split a sum that may overflow, or number more rows than `MOST_ROWS`.
+
+    Args:
+        grad, weight, weight_scale, x, x_scale: of the op's operands. None without the gradient that needs them.
+        format, stochastic, seed, tensorwise: as the op takes them.
+        dtype: of the weight's gradient.
+    """
     if not _as_they_are(grad, (weight, weight_scale), (x, x_scale), format, stochastic):
         return None
     (m, n), device = grad.shape, grad.device

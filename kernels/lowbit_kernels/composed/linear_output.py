@@ -98,7 +98,12 @@ def planned(
     tensorwise: bool,
     out_dtype: torch.dtype,
 ) -> Planned | None:
-    """The plan for operands of these layouts; None where the parts have to copy one of them, or split a sum."""
+    """The plan for operands of these layouts; None where the parts have to copy one of them, or split a sum.
+
+    Args:
+        x, x_scale, weight, bias: of the op's operands.
+        format, tensorwise, out_dtype: as the op takes them.
+    """
     (n, k), m = weight.shape, x.shape[0]
     as_they_are = all(one is None or one.is_contiguous for one in (x, x_scale, bias))
     too_long = format == "int8" and k > scaled_mm.MOST_TERMS

@@ -448,7 +448,7 @@ def unpack_inside(inside: Tensor, group_size: int, columns: int) -> Tensor:
 
 def zero_outside(grad: Tensor, inside: Tensor, group_size: int) -> Tensor:
     """`grad` [..., R, C] where `inside`, elsewhere 0: the gradient of x. In a graph of torch.compile, other operations
-    fuse with it. While autograd traces such a graph's backward pass, only the class of the tensors shows it."""
+    fuse with it. While autograd traces such a graph's backward pass, only the class of `grad` tells."""
     traced = torch.compiler.is_compiling() or type(grad) is not Tensor
     if traced or not (grad.numel() and runs_on(grad.device)):
         return torch.where(unpack_inside(inside, group_size, grad.shape[-1]), grad, 0.0)

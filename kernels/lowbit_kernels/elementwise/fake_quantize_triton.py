@@ -52,7 +52,11 @@ def _nearest(q, OTHERWISE: tl.constexpr):
 
 @jit
 def _rounded_to_e2m1(q):
-    """q within -6 .. 6: beside 1.5 * 2**22 times a power of two, float32 holds multiples of half of it. NaN stays."""
+    """q, clamped to -6 .. 6, rounded to E2M1. NaN stays.
+
+    Adding and subtracting 1.5 · 2**22 · p in float32 rounds to multiples of p / 2; p is the power of two at or below
+    |q|, and at least 1.
+    """
     magnitude = tl.minimum(tl.abs(q), 6.0, propagate_nan=tl.PropagateNan.ALL)
     power = magnitude.to(tl.int32, bitcast=True) & 0x7F800000
     power = tl.maximum(power + 0xB400000, 0x4AC00000).to(tl.float32, bitcast=True)
@@ -63,7 +67,7 @@ def _rounded_to_e2m1(q):
 
 @jit
 def _ends(x, MAGNITUDE: tl.constexpr):
-    """`extremes`, or the bits of all magnitudes twice."""
+    """The ends of x as `extremes` gives them. With MAGNITUDE, both are the bits of the magnitudes."""
     if MAGNITUDE:
         low = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
         high = low
@@ -376,7 +380,7 @@ def _gradients(
 def _kept_bits(
     bits, block, exists, start, GROUP: tl.constexpr, BLOCKS: tl.constexpr, SIZE: tl.constexpr
 ):
-    """Whether elements of these blocks, from `start` on, are inside [BLOCKS, SIZE]."""
+    """True for each element of these blocks, from `start` on, that is inside [BLOCKS, SIZE]."""
     BYTES: tl.constexpr = (GROUP + 7) // 8
     byte = start // 8 + tl.arange(0, SIZE // 8)
     place = block.to(tl.int64)[:, None] * BYTES + byte[None, :]
@@ -430,8 +434,8 @@ def _constants(grid: Grid) -> dict[str, Any]:
 
 
 def _rows_of_blocks(group_size: int, *tensors: Tensor) -> tuple[int, ...]:
-    """Columns, blocks of a row, and the strides of rows. Dense rows of whole blocks are rows of one block each, so that
-    the kernel divides no number of a block."""
+    """Columns, blocks of a row, and the strides of rows. Dense rows of whole blocks count as rows of one block each, so
+    that the kernel need not divide a block's number by the blocks of a row."""
     columns = tensors[0].shape[1]
     if columns % group_size == 0 and all(t.is_contiguous() for t in tensors):
         return group_size, 1, *(group_size for _ in tensors)

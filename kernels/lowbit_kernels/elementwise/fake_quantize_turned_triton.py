@@ -175,7 +175,10 @@ def quantize(
     inside: bool,
     global_scale: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
-    """``lowbit::fake_quantize`` of x that `takes` accepts; the arguments have been checked."""
+    """``lowbit::fake_quantize`` of x that `takes` accepts; the arguments have been checked.
+
+    Args: those of the op; `grid` in place of its name.
+    """
     operands, x = (x, scale, zero_point, None, global_scale), _dense_columns(_as_read(x))
     out, bits = results(x, group_size, stored_dtype(dtype, x.device), inside)
     rows, columns = x.shape[-2:]

@@ -262,12 +262,12 @@ class StepKernel:
 
     def __init__(self, variant: StepVariant, device: torch.device) -> None:
         self.variant, self.device = variant, device
+        source, arch = variant.source(), nvrtc.architecture(device)
         with torch.cuda.device(device):
-            self._module = nvrtc.Module(
-                nvrtc.compiled(variant.source(), nvrtc.architecture(device))
-            )
-            self._prepare = self._module.kernel("prepare", 5)
-        self._step = functools.cache(functools.partial(self._module.kernel, "step", 6, 0))
+            self._prepare = nvrtc.kernel(source, "prepare", 5, arch)
+        self._step = functools.cache(
+            lambda shared: nvrtc.kernel(source, "step", 6, arch, shared=shared)
+        )
         """By bytes of shared memory."""
         self._multiprocessors = nvrtc.multiprocessors(device)
         self._tables = torch.from_numpy(variant.table_words().view(np.int32)).to(device)

@@ -347,7 +347,7 @@ def attend(
     count = triton.cdiv(keys, span)
     dtype = stored_dtype(query.dtype, device)
     result = torch.empty((batch, tokens, heads, value_width), dtype=dtype, device=device)
-    own = Operands(key, key, value, value, value)
+    own = AttentionOperands(key, key, value, value, value)
     if is_large:
         with torch.cuda.device_of(query):
             own = encoded(key, value, (shape["D"], shape["E"]))
@@ -407,7 +407,7 @@ def tile_of(rows: int, is_masked: bool) -> tuple[int, int, int, int]:
     return (64, 32, 8, 2) if is_masked else (128, 32, 8, 2)
 
 
-class Operands(NamedTuple):
+class AttentionOperands(NamedTuple):
     """Keys and values as the kernel reads them: as they are, or as padded codes with their scales, and the powers."""
 
     key: Tensor
@@ -419,7 +419,7 @@ class Operands(NamedTuple):
     """Elements of `key_scale`, `value_scale` and `power` between sequences, and between heads."""
 
 
-def encoded(key: Tensor, value: Tensor, widths: tuple[int, int]) -> Operands:
+def encoded(key: Tensor, value: Tensor, widths: tuple[int, int]) -> AttentionOperands:
     """The codes of keys [B, K, P, D] and of values [B, K, P, E], which lie along the tokens, and scales [B, K, P].
 
     Args:
@@ -441,7 +441,7 @@ def encoded(key: Tensor, value: Tensor, widths: tuple[int, int]) -> Operands:
         **EXACT,
     )
     of_keys, of_values, power = scales
-    return Operands(codes, of_keys, turned.mT, of_values, power, (heads * pitch, pitch))
+    return AttentionOperands(codes, of_keys, turned.mT, of_values, power, (heads * pitch, pitch))
 
 
 def _parts(keys: int, programs: int, device: torch.device) -> int:

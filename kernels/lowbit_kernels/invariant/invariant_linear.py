@@ -76,7 +76,15 @@ reference = invariant_linear.reference
 def scaled(
     sums: Tensor, t: Tensor, scale: Tensor, bias: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    """The output [M, N] of int32 sums [M, N] and the scales of tokens, [M] or [M, 1], and of rows."""
+    """The output [M, N].
+
+    Args:
+        sums: int32 [M, N].
+        t: the scales of tokens, [M] or [M, 1].
+        scale: of the weight's rows, [N] or [N, 1].
+        bias: [N], or None.
+        dtype: of the output.
+    """
     y = sums.float() * t.view(-1, 1) * scale.float().view(1, -1)
     return (y if bias is None else y + bias.float()).to(dtype)
 

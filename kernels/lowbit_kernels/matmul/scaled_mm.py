@@ -157,9 +157,14 @@ def planned(
     out_dtype: torch.dtype,
     bias: torch.dtype | None = None,
 ) -> Planned | None:
-    """The plan of a product of operands of these layouts, with so many scales, and a bias of this dtype or none.
+    """The plan of a product; None unless our kernel or cuBLAS takes these operands as they are, and writes [M, N]
+    without gaps.
 
-    Returns None unless our kernel or cuBLAS takes these operands as they are, and writes [M, N] without gaps.
+    Args:
+        a, b: layouts of codes [M, K] and [N, K].
+        a_scales, b_scales: how many scales they have; None: b has none.
+        out_dtype: of the result.
+        bias: its dtype; None: there is none.
     """
     name, _ = _implementation(a, b)
     if name in ("int8 sm90", "float8 sm90"):

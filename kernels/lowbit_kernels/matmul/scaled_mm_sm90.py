@@ -119,10 +119,13 @@ def planned(
     bias: torch.dtype | None,
     out: torch.dtype,
 ) -> launch_plan.LaunchPlan:
-    """The plan for a [M, K] and b [N, K] of these layouts, which the TMA can read.
+    """The plan of operands a, b, a_scale, b_scale and bias, contiguous. The TMA stores rows that begin at multiples of
+    16 bytes; so the result may be wider than N.
 
-    Operands: a, b, a_scale, b_scale and bias, contiguous. `a_scales`, `b_scales`: there is one for each row or column.
-    The TMA stores rows that begin at multiples of 16 bytes; so the result may be wider than N.
+    Args:
+        a, b: [M, K] and [N, K], described, which the TMA can read.
+        a_scales, b_scales: True for a scale for each row of a, and of b.
+        bias, out: the dtypes of the bias, or None, and of the result.
     """
     own_a, own_b = TensorLayout(*a), TensorLayout(*b)
     (m, k), n, device = own_a.shape, own_b.shape[0], own_a.device

@@ -56,7 +56,13 @@ def planned(
     power_of_two: bool,
     results: tuple[Buffer, ...],
 ) -> LaunchPlan:
-    """The plan for x of this layout, with elements of a row side by side."""
+    """The plan for an x with the elements of a row side by side.
+
+    Args:
+        layout: of x [M, K].
+        tiles, rows, columns, power_of_two: as the op takes them.
+        results: the op's four.
+    """
     x = TensorLayout(*layout)
     m, k = x.shape
     is_aligned = x.misaligned == 0 and x.strides[0] * x.dtype.itemsize % 16 == 0

@@ -69,7 +69,14 @@ def weights(x: Tensor, format: str, codes: Tensor, scale: Tensor) -> None:
 
 
 def weights_t(x: Tensor, format: str, codes_t: Tensor, scale: Tensor, is_given: bool) -> None:
-    """Write the transposed codes of x [E, N, K], and their scales unless they are given; checked, no size is 0."""
+    """Write the transposed codes of experts. The arguments have been checked, no size is 0.
+
+    Args:
+        x: [E, N, K].
+        format: of the codes.
+        codes_t, scale: what is written; `scale` only without `is_given`.
+        is_given: True where `scale` holds the scales.
+    """
     experts, n, k = x.shape
     flat = x.contiguous().view(experts * n, k)
     options = (False, True, False, False, True)

@@ -197,7 +197,12 @@ def _empty(x: Tensor, format: str) -> tuple[Tensor, Tensor]:
 def results_of(
     m: int, k: int, format: str, rows: bool, columns: bool, tensorwise: bool, row_scales: bool
 ) -> tuple[Buffer, ...]:
-    """codes, scale, codes_t and scale_t for x [m, k]."""
+    """codes, scale, codes_t and scale_t, empty where they are not wanted.
+
+    Args:
+        m, k: rows and columns of x.
+        format, rows, columns, tensorwise, row_scales: as the op takes them.
+    """
     dtype, _ = FORMATS[format]
     found: list[Buffer] = []
     for wanted, across, along in ((rows, m, k), (columns, k, m)):

@@ -224,7 +224,18 @@ def loaded(addresses: list[int], device: str) -> ctypes.CDLL:
 def register(
     made: ctypes.CDLL, number: int, name: str, arguments: str, key: bytes, space: str = "lowbit"
 ) -> int:
-    """Make the launcher the kernel of ``<space>::<name>`` for a dispatch key; `number` is its number of the op."""
+    """Make the launcher the kernel of an op. Returns `number`.
+
+    Args:
+        made: the launcher.
+        number: its number of the op.
+        name, space: of the op, ``<space>::<name>``.
+        arguments: their kinds, a letter each, as launcher.cpp reads them.
+        key: the dispatch key.
+
+    Raises:
+        RuntimeError: the launcher has no room, or torch refuses the kernel.
+    """
     python = f"{space}::{python_name(name)}".encode()
     kernel = made.kernel_of(number, python, arguments.encode())
     if not kernel:

@@ -9,24 +9,28 @@ from importlib.abc import MetaPathFinder
 from types import ModuleType
 from typing import Any
 
+_Call = Callable[[ModuleType], object]
 
-def when_imported(name: str, call: Callable[[ModuleType], object]) -> None:
+
+def when_imported(name: str, call: _Call) -> None:
     """`call` with the module of this name: now if it is imported already, else at the end of its import."""
     if name in sys.modules:
         call(sys.modules[name])
     else:
-        sys.meta_path.insert(0, _Finder(name, call))
+        _FINDER.calls.setdefault(name, []).append(call)
+        if _FINDER not in sys.meta_path:
+            sys.meta_path.insert(0, _FINDER)
 
 
 class _Finder(MetaPathFinder):
-    """A search for the module alone changes nothing."""
+    """One for all modules, since Python asks it at each import. A search for a module alone changes nothing."""
 
-    def __init__(self, name: str, call: Callable[[ModuleType], object]) -> None:
-        self._name, self._call = name, call
+    def __init__(self) -> None:
+        self.calls: dict[str, list[_Call]] = {}
         self._asks = False
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name != self._name or self._asks:
+        if name not in self.calls or self._asks:
             return None
         self._asks = True  # the other finders
         try:
@@ -39,8 +43,13 @@ class _Finder(MetaPathFinder):
 
             def then_call(module: ModuleType) -> None:
                 execute(module)
-                sys.meta_path.remove(self)
-                self._call(module)
+                for call in self.calls.pop(name, ()):
+                    call(module)
+                if not self.calls and self in sys.meta_path:
+                    sys.meta_path.remove(self)
 
             loader.exec_module = then_call
         return spec
+
+
+_FINDER = _Finder()

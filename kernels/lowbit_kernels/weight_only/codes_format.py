@@ -79,7 +79,12 @@ def format_of(
     bits: int = 0,
     table: tuple[float, ...] = (),
 ) -> CodesFormat:
-    """The format of tensors of these dtypes; `bits` and `table` as the ops take them."""
+    """The format of tensors of these dtypes.
+
+    Args:
+        codes, scale, zero_point: dtypes; None: there are no zero points.
+        bits, table: as the ops take them.
+    """
     bits, scale_bytes = bits_of(codes, bits), scale.itemsize == 1
     if table:
         return CodesFormat(bits, table=table, scale_bytes=scale_bytes)
@@ -111,8 +116,15 @@ def dequantized(
     bits: int = 0,
     table: Sequence[float] = (),
 ) -> Tensor:
-    """The formula above in `dtype`, float32 or float64: [N, size]. In float32 it is rounded once, also with zero points
-    that are values."""
+    """The formula above: [N, size]. In float32 it is rounded once, also with zero points that are values.
+
+    Args:
+        codes, scale, zero_point, global_scale: as the ops take them, for a weight [N, size].
+        group_size: codes that share a scale.
+        size: codes of a row.
+        dtype: torch.float32 or torch.float64.
+        bits, table: as the ops take them.
+    """
     numbers = numbers_of(codes, size, bits_of(codes.dtype, bits), table)
     group = torch.arange(size, device=codes.device) // group_size
     scales = float_scale(scale, global_scale)[:, group]

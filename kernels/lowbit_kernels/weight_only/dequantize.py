@@ -67,7 +67,12 @@ def values_on_cpu(
     format: CodesFormat,
     global_scale: Tensor | None = None,
 ) -> Tensor:
-    """The op's result, of weights on a CPU or where no kernel runs."""
+    """The op's result, of weights on a CPU or where no kernel runs.
+
+    Args:
+        codes, scale, zero_point, group_size, size, dtype, global_scale: as the op takes them.
+        format: of the codes and scales.
+    """
     rows, groups = scale.shape
     if codes.device.type == "cpu" and scale.numel() > 0 and not format.scale_bytes:
         zeros = zero_point

@@ -92,7 +92,10 @@ def in_chunks(
     bits: int,
     table: Sequence[float],
 ) -> Tensor:
-    """The op on any device, by products with chunks of columns of the weight."""
+    """The op on any device, by products with chunks of columns of the weight.
+
+    Args: those of `input_gradient`.
+    """
     zeros = None if zero_point is None else zero_point.dtype
     format = format_of(codes.dtype, scale.dtype, zeros, bits, tuple(table))
     (n, groups), rows = scale.shape, grad.reshape(math.prod(grad.shape[:-1]), grad.shape[-1])

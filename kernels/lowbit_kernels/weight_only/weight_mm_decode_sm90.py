@@ -587,11 +587,7 @@ def source(variant: DecodeVariant) -> str:
 
 @nvrtc.variants
 def _kernel(variant: DecodeVariant, shared: int, device: int) -> nvrtc.Kernel:
-    return _module(variant, device).kernel(
-        "decode_mm", 23, structs=3, shared=shared, cluster=variant.split, overlaps=True
+    code, cluster = source(variant), variant.split
+    return nvrtc.kernel(
+        code, "decode_mm", 23, structs=3, shared=shared, cluster=cluster, overlaps=True
     )
-
-
-@nvrtc.variants
-def _module(variant: DecodeVariant, device: int) -> nvrtc.Module:
-    return nvrtc.Module(nvrtc.compiled(source(variant), "sm_90a"))

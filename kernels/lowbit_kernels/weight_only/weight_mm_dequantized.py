@@ -78,7 +78,13 @@ def write_values(
     format: CodesFormat,
     global_scale: Tensor | None,
 ) -> None:
-    """out [N, K] = the dequantized weight, on any device."""
+    """Write the dequantized weight, on any device.
+
+    Args:
+        out: [N, K].
+        codes, scale, zero_point, group_size, global_scale: as `dequantize` takes them.
+        format: of the codes and scales.
+    """
     if runs_on(out.device) and out.is_cuda:
         fill(out, codes, scale, zero_point, group_size, format, global_scale)
     else:

@@ -141,7 +141,13 @@ DRIFT = 1.02  # blocks that read the same tokens drift apart in time
 
 @functools.lru_cache(maxsize=4096)
 def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> LargeBatchDivision:
-    """The plan with the fewest estimated clocks (`_clocks`)."""
+    """The division with the fewest estimated clocks (`_clocks`).
+
+    Args:
+        m, n, k: tokens, outputs and inputs.
+        unpacking: how codes become numbers.
+        multiprocessors: of the GPU.
+    """
     # Plans bound by memory have the same estimated cost. min() takes the first, which was slightly faster in practice.
     candidates = divisions(m, n, k, unpacking, multiprocessors)
     clocks = {c: _clocks(c, m, n, k, unpacking) for c in candidates}
@@ -156,7 +162,10 @@ def plan(m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int) -> 
 def divisions(
     m: int, n: int, k: int, unpacking: Unpacking, multiprocessors: int
 ) -> list[LargeBatchDivision]:
-    """All divisions of a product that the kernel takes."""
+    """All divisions of a product that the kernel takes.
+
+    Args: those of `plan`.
+    """
     return [
         LargeBatchDivision(*tile, beside, split, rounds, chunk, depth, clusters)
         for tile, rounds in _tiles(m, unpacking)
@@ -312,7 +321,7 @@ def _mixed(
 
 
 def _mixing(plan: LargeBatchDivision) -> float:
-    """What tiles of two sizes cost beyond the estimate: an H200 was slower by so much in 240 plans."""
+    """The factor by which tiles of two sizes took longer than the estimate, in 240 plans on an H200."""
     if plan.groups == 3:
         return 1.05
     return 1.055 if plan.chunk == STEP and plan.rounded else 1.01
@@ -387,7 +396,14 @@ def _pairs_groups(unpacking: Unpacking, k: int) -> bool:
 def stages(
     tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking, chunk: int
 ) -> int:
-    """The pipeline stages that fit into shared memory, a multiple of the tile's turns."""
+    """The pipeline stages that fit into shared memory, a multiple of the tile's turns.
+
+    Args:
+        tokens, rows, groups: of a `Tile`.
+        split: blocks of a cluster that share K.
+        unpacking: how codes become numbers.
+        chunk: inputs of a stage.
+    """
     fixed = _fixed(tokens, rows, groups, split, unpacking) + 16 * MAX_STAGES
     tile = Tile(tokens, rows, groups)
     most = min((nvrtc.SHARED_LIMIT - fixed) // _stage(tile, unpacking, chunk), MAX_STAGES)

@@ -20,7 +20,6 @@ file once, and the outputs are compared with the model's: the traced graph has o
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
+from lowbit import optional
 from lowbit.files import digests
 from lowbit.formats.base import FormatError
 from lowbit.formats.integers import IntegerLayout, exact_scales, integers_of, layout_of, unsigned
@@ -87,7 +87,7 @@ class Onnx(ProgramFormat):
         size = sum(t.nbytes for t in program.state_dict.values())
         made.save(str(path), external_data=size > _MOST_IN_ONE_FILE)
         _check(path, {n: t for n, t in program.state_dict.items() if n.startswith("lowbit_")})
-        if importlib.util.find_spec("onnxruntime") is not None:
+        if optional.is_importable("onnxruntime"):
 
             def reference() -> list[Tensor]:
                 return outputs_of_model(call)

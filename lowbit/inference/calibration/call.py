@@ -159,10 +159,10 @@ def calibrate(
             [1], which `lowbit.export` writes for servers. None: none.
         held_out: batches like `batches` that the steps don't see. Where a block's output for these is further from that
             in high precision than by min-max rounding, its weights are rounded by min-max, and `report.held_out` says
-            so. A model in memory is compared as a whole at the end. Where min-max in all blocks loses less, the blocks
-            that gained least take it, until that is no longer so. None: from eight batches on, the last eighth of
-            `batches`, unless `steps` is [] or has `LearnedRounding`, which holds out sequences itself. []: nothing is
-            compared.
+            so. At the end a model in memory is compared with itself in min-max rounding. While it loses more, the
+            half of its blocks that gained least by the steps takes min-max too. None: from eight batches on, the last
+            eighth of `batches`, unless `steps` is [] or has `LearnedRounding`, which holds out sequences itself. []:
+            nothing is compared.
         group: the process group whose ranks each give their own batches, any number of them. All its ranks call, with
             the model in the memory of each, or with one folder and one `out` that all of them see, and get the same
             model. None: this process alone, also where torch.distributed is initialized; in the context the default

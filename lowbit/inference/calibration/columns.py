@@ -78,7 +78,7 @@ class Factor:
         return found
 
 
-class Grid:
+class ColumnGrid:
     """The values that the scales of a matrix allow, as `round_columns` takes them.
 
     Args:
@@ -111,10 +111,17 @@ def levels_of(fmt: NumberFormat) -> list[float]:
 
 
 def by_columns(
-    w: Tensor, factor: Factor, grid: Grid, group: int, mask: Tensor | None = None
+    w: Tensor, factor: Factor, grid: ColumnGrid, group: int, mask: Tensor | None = None
 ) -> Tensor:
-    """The rounded weight [N, K], as the module describes it. `group`: columns that share a scale; `mask`: bool [N, K],
-    False where the result is 0."""
+    """The rounded weight [N, K], as the module describes it.
+
+    Args:
+        w: float32 [N, K].
+        factor: of the Hessian, and the order of the columns.
+        grid: the scales of each group, and their codes.
+        group: columns that share a scale.
+        mask: bool [N, K], False where the result is 0; None: nowhere.
+    """
     order, upper = factor.order, factor.upper
     left = w.T[order].contiguous()  # [K, N], so that a column is contiguous
     found, groups = torch.empty_like(left), order // group

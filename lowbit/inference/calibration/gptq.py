@@ -35,8 +35,8 @@ from torch import Tensor
 
 from lowbit.inference.calibration.columns import (
     OF_FOUR,
+    ColumnGrid,
     Factor,
-    Grid,
     by_columns,
     pruned_by_columns,
 )
@@ -146,7 +146,7 @@ class GPTQ(Step):
             factor = factor or self._factor(layer, hessian)
             own, own_zero = scale[at], None if zero is None else zero[at]
             mask = None if layer.mask is None else layer.mask[at]
-            grid = Grid(layer.spec, own, own_zero)
+            grid = ColumnGrid(layer.spec, own, own_zero)
             values[at] = by_columns(layer.weight[at], factor, grid, group, mask)
             if self.sweeps:
                 joint = (

@@ -87,8 +87,8 @@ class MinMax:
 
     @torch.no_grad()
     def chosen_together(self, model: HeldOut) -> tuple[HeldOutLosses, list[LayerResult]]:
-        """Leave weights with which the whole model loses no more than by min-max: where it does, the half of the places
-        with the least gain takes those of min-max, then half of the others. Returns what `chosen` does."""
+        """Leave weights by which the whole model loses no more than by min-max. While it loses more, the half of the
+        places that gained least takes the weights of min-max. Returns what `chosen` does."""
         left = sorted(self.places, key=lambda one: one[1].found / (one[1].minmax or 1.0))
         order = [name for name, _, _ in self.places]
         self.places, results = [], []

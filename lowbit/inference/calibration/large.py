@@ -32,7 +32,7 @@ from lowbit.inference.calibration.kv_cache import CacheFormat
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run, holding_out
-from lowbit.inference.calibration.stages import Memory, chain_of, first_of_each_class
+from lowbit.inference.calibration.stages import StageMemory, chain_of, first_of_each_class
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
 from lowbit.layers import cache_scales
@@ -102,7 +102,7 @@ def calibrate_folder(
     return report
 
 
-class Streamed(Memory):
+class Streamed(StageMemory):
     """The memory of one block of a folder's model.
 
     Embeddings, the head and other weights outside the blocks are there before and after the blocks alone, on the CPU as

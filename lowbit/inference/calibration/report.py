@@ -93,6 +93,6 @@ def held_out_note(losses: Sequence[tuple[str, HeldOutLosses]], held_out: int, se
 
 
 def some_names(names: Sequence[str], kind: str = "weights") -> str:
-    """How many names, and the first ones. `kind`: of what."""
+    """The first three names, and the number of all if there are more. `kind`: what they name."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{len(names)} {kind} ({shown}, …)"

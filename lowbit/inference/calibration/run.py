@@ -60,8 +60,8 @@ from lowbit.inference.calibration.stages import (
     Entered,
     HeldOut,
     Left,
-    Memory,
     Stage,
+    StageMemory,
     block_of,
     walk,
 )
@@ -106,14 +106,14 @@ class Run:
         steps: Sequence[Step],
         batches: Batches,
         method: Method,
-        memory: Memory | None = None,
+        memory: StageMemory | None = None,
         starts: Mapping[str, Start] | None = None,
         reference: Callable[[int], Any] | None = None,
         kv_cache: CacheFormat | None = None,
     ) -> None:
         self.model, self.batches, self.method = model, batches, method
         self.starts, self.reference = starts or {}, reference
-        self.memory = Memory() if memory is None else memory
+        self.memory = StageMemory() if memory is None else memory
         self.steps = [s for s in steps if not isinstance(s, LearnedRounding)]
         learned = [s for s in steps if isinstance(s, LearnedRounding)]
         self.over_blocks = [s for s in learned if s.over == "blocks"]

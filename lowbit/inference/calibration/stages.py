@@ -80,7 +80,7 @@ class Left(NamedTuple):
     varied: Collection[str] = ()
 
 
-class Memory:
+class StageMemory:
     """What brings the weights of a place into memory, and out again. Here all are there at all times."""
 
     streams = False
@@ -115,7 +115,7 @@ def walk(
     needs: Needs,
     blocks: Sequence[nn.Module] | None,
     cache: Cache,
-    memory: Memory,
+    memory: StageMemory,
 ) -> Iterator[Stage]:
     """The groups of weights, as the module describes them. The caller rounds a group before it asks for the next one.
     Where a step needs blocks, each block comes after its last group, and the caller sets its targets.
@@ -196,7 +196,7 @@ def _before(
     targets: list[Target],
     needs: Needs,
     masks: Sequence[Tensor | None],
-    memory: Memory,
+    memory: StageMemory,
 ) -> Iterator[Stage]:
     """The weights before the blocks, from the model as it was."""
     if memory.is_finished("before"):
@@ -228,7 +228,7 @@ def _block(
     targets: list[Target],
     needs: Needs,
     masks: Sequence[Tensor | None],
-    memory: Memory,
+    memory: StageMemory,
     counts: dict[type, dict[Any, int]],
 ) -> Iterator[Stage]:
     """The weights of a block, which then runs on all batches. `counts`: `Place.counts` by the class of the block."""

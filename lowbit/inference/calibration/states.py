@@ -22,7 +22,7 @@ Cache = torch.device | Path | None
 """Where hidden states are kept: a device, a folder on disk, or None for where the model makes them."""
 
 
-class OnDisk(MutableSequence[Tensor]):
+class StatesOnDisk(MutableSequence[Tensor]):
     """Tensors in a file without a name, which is gone when the process ends in any way. They are read to the CPU.
 
     Args:
@@ -69,7 +69,7 @@ class OnDisk(MutableSequence[Tensor]):
         return begin, value.shape, value.dtype
 
 
-class InMemory(MutableSequence[Tensor]):
+class StatesInMemory(MutableSequence[Tensor]):
     """Tensors on a device. One that was copied there gives its memory to the tensor of its shape and dtype that
     replaces it.
 
@@ -173,11 +173,11 @@ class States:
             self.arguments.append(found.arguments)
             yield found.hidden
 
-    def kept(self, tensors: Iterable[Tensor], copy: bool = False) -> OnDisk | InMemory:
+    def kept(self, tensors: Iterable[Tensor], copy: bool = False) -> StatesOnDisk | StatesInMemory:
         """Tensors, kept where the states are. `copy`: others go on with these."""
         if isinstance(self.cache, Path):
-            return OnDisk(self.cache, tensors)
-        return InMemory(self.cache, tensors, copy)
+            return StatesOnDisk(self.cache, tensors)
+        return StatesInMemory(self.cache, tensors, copy)
 
     def again(self) -> None:
         """Take the states of the model as it is now. Those in high precision stay."""

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowbit.inference.calibration.columns import COLUMNS, Factor, Grid
+from lowbit.inference.calibration.columns import COLUMNS, ColumnGrid, Factor
 from lowbit.numerics.affine import half_step, round_to_dtype, smallest_scale
 from lowbit.numerics.number_format import Int
 from lowbit.numerics.search import MARGIN
@@ -118,7 +118,7 @@ def _chosen(
         scales = torch.stack([s for s, _ in own])
         zeros = None if zero is None else torch.stack([z for _, z in own if z is not None])
         flat = None if zeros is None else zeros.view(-1, 1)
-        grid = Grid(spec, scales.view(-1, 1), flat)
+        grid = ColumnGrid(spec, scales.view(-1, 1), flat)
         rounded, errors = torch.ops.lowbit.round_columns(
             *(columns.repeat(1, len(own)), upper, groups),
             *(grid.scale, grid.least, grid.most, grid.offset, grid.levels),

@@ -20,7 +20,7 @@ from lowbit.convert.plan import shown
 from lowbit.inference.planning.clock import Clock, in_turns
 from lowbit.inference.planning.fisher import estimated
 from lowbit.inference.planning.units import Option, Unit, units_of, whole
-from lowbit.inference.quantize import Scales
+from lowbit.numerics.search import Scales
 from lowbit.progress import progress
 from lowbit.schemes.presets import Int4WeightOnly, Int8WeightOnly, IntxWeightOnly
 from lowbit.tracing.batches import on_device_of

@@ -228,7 +228,7 @@ def _whole(model: nn.Module, batch: Any, changed: Changed) -> Callable[[], Any]:
 
 
 def _captured(run: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of one run, and its output, which has to stay."""
+    """A CUDA graph of one run, and its output. The caller keeps the output, whose memory the graph writes."""
     run()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -21,9 +21,10 @@ from lowbit.convert import (
     shape_of_blocks,
     unit_of,
 )
-from lowbit.inference.quantize import Scales, quantized, quantizing
+from lowbit.inference.quantize import quantized, quantizing
 from lowbit.layers.exchange import Held, exchanged
 from lowbit.layers.frozen import shown_class
+from lowbit.numerics.search import Scales
 from lowbit.numerics.super_blocks import INPUTS
 from lowbit.schemes.scheme import Scheme
 from lowbit.tracing.damage import Changed

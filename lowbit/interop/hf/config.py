@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
-from typing import Any, Self, get_args
+from typing import Any, Self
 
 from transformers.quantizers.auto import register_quantization_config
 from transformers.utils.quantization_config import QuantizationConfigMixin
@@ -15,7 +15,7 @@ from lowbit.inference import Step
 from lowbit.inference.calibration.batches import as_list
 from lowbit.inference.calibration.call import checked_steps
 from lowbit.inference.calibration.kv_cache import CacheFormat
-from lowbit.inference.quantize import Scales
+from lowbit.numerics.search import Scales, check_scales
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
 
@@ -80,10 +80,7 @@ class LowbitConfig(QuantizationConfigMixin):
         **options: Any,
     ) -> None:
         self.quant_method = Method.LOWBIT
-        if scales is not None and scales not in get_args(Scales):
-            raise ValueError(
-                f"unknown scales {scales!r}; accepted: {', '.join(get_args(Scales))} or None"
-            )
+        check_scales(scales)
         calibrates = batches is not None or steps is not None
         if calibrates and scales is not None:
             raise ValueError(

@@ -82,7 +82,7 @@ class LowbitQuantizer(HfQuantizer):
         """Bytes of each low-bit weight, by its name."""
         self._conversions: Any = None
         """The conversions that gave the weights the names of the model. A plain model reverts them when it is saved."""
-        self._waiting: dict[tuple[str, ...], _Siblings] = {}
+        self._waiting: dict[tuple[str, ...], _LoadedSiblings] = {}
         """Weights that wait for their siblings, by the names of all of them."""
         self._published: dict[str, str] | None = None
         """The name in the folder of each weight that has another one in the model; None until one is asked for."""
@@ -229,11 +229,11 @@ class LowbitQuantizer(HfQuantizer):
         assert self._plan is not None
         return value.mT.contiguous() if name in self._plan.transposed else value
 
-    def waiting_with(self, name: str) -> _Siblings | None:
+    def waiting_with(self, name: str) -> _LoadedSiblings | None:
         """The siblings for which the weight of this name waits; None if it shares nothing with others."""
         assert self._plan is not None
         names = self._plan.siblings.get(name)
-        return None if names is None else self._waiting.setdefault(names, _Siblings(names))
+        return None if names is None else self._waiting.setdefault(names, _LoadedSiblings(names))
 
     def get_quantize_ops(self) -> ConversionOps:
         return _Quantize(self)
@@ -435,7 +435,7 @@ def _placeholder(model: Any, name: str) -> Tensor:
 
 
 @dataclass
-class _Siblings:
+class _LoadedSiblings:
     """Plain weights that wait for their siblings, with which they share a part of their scales.
 
     Attributes:
@@ -474,7 +474,7 @@ class _Quantize(_Operation):
                 )
         return made
 
-    def together(self, model: Any, waiting: _Siblings) -> dict[str, Any]:
+    def together(self, model: Any, waiting: _LoadedSiblings) -> dict[str, Any]:
         """The low-bit weights of siblings, once all have been read."""
         values = {n: waiting.values[n] for n in waiting.names if n in waiting.values}
         waiting.values = {}

@@ -112,7 +112,7 @@ def merge_(
         with progress("merging adapters", len(layers), unit="layers") as advance:
             for name, layer in layers.items():
                 base = getattr(layer.get_base_layer(), attribute_of(layer), None)
-                siblings = _Siblings(families.get(id(base), []), done, lost)
+                siblings = _MergedSiblings(families.get(id(base), []), done, lost)
                 before = Kept.of_layer(layer)
                 done.append(before)
                 found = _merge(name, layer, names, report, siblings)
@@ -143,7 +143,7 @@ def _merge(
     layer: Any,
     adapter_names: list[str] | None,
     report: MergeReport,
-    siblings: _Siblings,
+    siblings: _MergedSiblings,
 ) -> Sum | None:
     """Merge the adapters of one layer. Returns the sum where a low-bit weight takes a change."""
     base, attribute = layer.get_base_layer(), attribute_of(layer)
@@ -172,10 +172,10 @@ def _name_of(name: str, layer: Any) -> str:
 
 
 def _changed(
-    name: str, layer: Any, change: Callable[[], None], siblings: _Siblings
+    name: str, layer: Any, change: Callable[[], None], siblings: _MergedSiblings
 ) -> tuple[Tensor, Tensor, bool]:
     """Let PEFT change the low-bit weight of a layer in float32, and round the sum once. Returns the values before, the
-    sum, and whether it is another."""
+    sum, and True if they differ."""
     base, attribute = layer.get_base_layer(), attribute_of(layer)
     weight = getattr(base, attribute)
     before = values_of(weight)
@@ -224,7 +224,7 @@ def change_siblings(
                 continue
             done.append(Kept.of_layer(layer))
             whole = _name_of(name, layer)
-            _changed(whole, layer, partial(change, layer), _Siblings(own, done, lost))
+            _changed(whole, layer, partial(change, layer), _MergedSiblings(own, done, lost))
             changed.append(name)
             if not lost:
                 done.clear()
@@ -237,7 +237,7 @@ def change_siblings(
 
 
 @dataclass
-class _Siblings:
+class _MergedSiblings:
     """Frozen weights that share a part of their scales.
 
     Attributes:

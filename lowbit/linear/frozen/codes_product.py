@@ -60,7 +60,14 @@ class CodesProduct(NamedTuple):
         bias: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        """The product [M, N] in `dtype`, of x's codes and scale [M, 1] or [1, 1], and the weight's and [N, 1]."""
+        """The product [M, N].
+
+        Args:
+            codes, scale: of x: [M, K], and [M, 1] or [1, 1].
+            weight_codes, weight_scale: of the weight: [N, K] and [N, 1].
+            bias: [N], or None.
+            dtype: of the product.
+        """
         if not self.by_kernel:
             sums = kernels.scaled_mm.int8_sums(codes, weight_codes)
             return scaled_sums(sums, scale, weight_scale, bias, dtype)

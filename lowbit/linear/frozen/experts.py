@@ -79,9 +79,16 @@ def _check_grouped(x: Tensor, weight: Tensor, offsets: Tensor) -> None:
 def has_expert_kernel(
     stored_as: str | None, spec: Spec, activation: Spec | None, k: int, device: torch.device
 ) -> bool:
-    """True if `chosen_product` multiplies weights [E, N, k] that are stored so on this device, on a GPU without waiting
-    for the host. All codes of 1 to 8 bits, float8 e4m3 and tables of up to 16 numbers, a scale a row, or in groups
-    of multiples of 32. GPUs other than Hopper's: int4, int8, float8 and MXFP4."""
+    """True if `chosen_product` multiplies such weights [E, N, k], on a GPU without waiting for the host: all codes of 1
+    to 8 bits, float8 e4m3 and tables of up to 16 numbers, a scale a row, or in groups of multiples of 32. GPUs other
+    than Hopper's: int4, int8, float8 and MXFP4.
+
+    Args:
+        stored_as: "integers", "float8" or "table"; the kernel takes no others.
+        spec, activation: of the weight, and of its input (None: not rounded).
+        k: inputs.
+        device: where the weight is.
+    """
     if activation is not None or stored_as not in ("integers", "float8", "table"):
         return False
     granularity, format = spec.granularity, spec.format

@@ -36,7 +36,7 @@ from lowbit.tensor.frozen.codebook_tensor import CodebookTensor
 
 
 class EagerStep:
-    """`lowbit.optim.step.job.Step` in PyTorch operations. It leaves no job."""
+    """`lowbit.optim.step.job.StepOfJobs` in PyTorch operations. It leaves no job."""
 
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
         for job in jobs:

@@ -47,7 +47,7 @@ _INNER = operator.attrgetter(*CodebookTensor.tensor_attrs)
 
 
 class FusedStep:
-    """`lowbit.optim.step.job.Step` by kernels. It leaves the parameters that no kernel takes.
+    """`lowbit.optim.step.job.StepOfJobs` by kernels. It leaves the parameters that no kernel takes.
 
     Args:
         optimizer: a `LowbitOptimizer`. It is not kept: every method is given it.

@@ -26,7 +26,7 @@ from lowbit.numerics.sharded import is_dtensor
 PIECE_CPU, PIECE_OTHER = 2**17, 2**24
 
 
-class Step(Protocol):
+class StepOfJobs(Protocol):
     """One implementation of the step."""
 
     def run(self, optimizer: Any, jobs: list[Job], scale: GradScale) -> list[Job]:
@@ -148,9 +148,15 @@ def grad_scale(
     loss_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> GradScale:
-    """The scale of gradients of a loss that was multiplied by `loss_scale`. `found_inf` other than 0 skips the step.
+    """The scale of gradients. Clipping multiplies by min(1, max_norm / (norm + 1e-6)), as
+    `torch.nn.utils.clip_grad_norm_`.
 
-    Clipping multiplies by min(1, max_norm / (norm + 1e-6)), as `torch.nn.utils.clip_grad_norm_`.
+    Args:
+        jobs: all parameters of the step.
+        max_norm: the largest norm of all gradients together; None: any.
+        skip_nonfinite: True skips the step where that norm is infinite or NaN.
+        loss_scale: what the loss was multiplied by, or None.
+        found_inf: another value than 0 skips the step, or None.
     """
     if not jobs:
         return GradScale(None, None)

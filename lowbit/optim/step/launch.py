@@ -407,7 +407,15 @@ def variant(
     error: str = "dropped",
     code_bits: int = 0,
 ) -> StepVariant:
-    """A variant, one object for one combination, because kernels are cached by it."""
+    """A variant, one object for one combination, because kernels are cached by it.
+
+    Args:
+        rule: the algorithm.
+        param, grad: dtypes.
+        formats: of each state: "8bit", "4bit", "float8", "bf16" or "fp32".
+        signed, stochastic: for each state, True if it has negative values, and if it is rounded stochastically.
+        rounding, scaled, error, code_bits: as `StepVariant` has them.
+    """
     tables = tuple(map(_table, formats, signed))
     return StepVariant(
         rule, param, grad, formats, signed, stochastic, rounding, scaled, tables, error, code_bits

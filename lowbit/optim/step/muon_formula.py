@@ -16,7 +16,13 @@ from torch import Tensor
 def direction(
     grad: Tensor, momentum_buffer: Tensor, *, momentum: float, nesterov: bool, maximize: bool
 ) -> Tensor:
-    """U of `lowbit.optim.muon`: updates the momentum in place, and leaves `grad` alone."""
+    """U of `lowbit.optim.muon`, of the shape of `grad`.
+
+    Args:
+        grad: stays as it is.
+        momentum_buffer: M of that formula, updated in place.
+        momentum, nesterov, maximize: as `Muon` takes them.
+    """
     if maximize:
         grad = -grad
     momentum_buffer.lerp_(grad, 1 - momentum)
@@ -26,7 +32,14 @@ def direction(
 def descend(
     param: Tensor, update: Tensor, *, lr: float | Tensor, weight_decay: float, ratio: float
 ) -> None:
-    """The end of a step, in place: decay the weight, and subtract the update."""
+    """The end of a step: decay the weight, and subtract the update.
+
+    Args:
+        param: changed in place.
+        update: orthogonal, of its shape.
+        lr, weight_decay: as `Muon` takes them.
+        ratio: what multiplies `lr` for this shape.
+    """
     param.mul_(1 - lr * weight_decay).sub_(update * (lr * ratio))
 
 

@@ -68,9 +68,15 @@ def orthogonalize(
     eps: float,
     scaling: str = "norm",
 ) -> Tensor:
-    """`matrices` [count, rows, cols] with their singular values near 1, in their dtype; see the module.
+    """Matrices with singular values near 1, in the dtype of the given ones; see the module. The bits of one do not
+    depend on the others.
 
-    Bits of a result do not depend on the other matrices.
+    Args:
+        matrices: [count, rows, cols].
+        coefficients: a, b and c of the iteration.
+        steps: iterations.
+        eps: the least norm that a matrix is divided by.
+        scaling: "norm", or "gram" for Turbo-Muon's.
     """
     is_half = matrices.dtype in (torch.float16, torch.bfloat16)
     batched = is_half and matrices.device.type == "cuda" and runs_on(matrices.device)
@@ -111,7 +117,10 @@ def by_batch(
     eps: float,
     scaling: str = "norm",
 ) -> Tensor:
-    """`orthogonalize` by `batched_mm`, in float16; the result has the dtype of `matrices`, float16 or bfloat16."""
+    """`orthogonalize` by `batched_mm`, in float16; the result has the dtype of `matrices`, float16 or bfloat16.
+
+    Args: those of `orthogonalize`.
+    """
     shorter, longer = sorted(matrices.shape[1:])
     form = _gram_form if 2 * longer >= 3 * shorter and steps > 1 else _ordinary_form
     if scaling == "gram":

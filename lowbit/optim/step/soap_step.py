@@ -130,7 +130,15 @@ class RotatedBatch(Batch):
         eps: float,
         state: str,
     ) -> Tensor:
-        """Adam's update of rotated moments, which it changes in place. The first step made none."""
+        """Adam's update of rotated moments. The first step made none.
+
+        Args:
+            grad: the rotated gradient.
+            exp_avg, exp_avg_sq: the moments of its shape, changed in place.
+            step: the number of steps, this one included.
+            betas, eps: as `SOAP` takes them.
+            state: the format of the moments.
+        """
         update = torch.zeros_like(grad)
         options: Any = {"lr": 1.0, "betas": betas, "eps": eps, "weight_decay": 0.0}
         options["state"] = "fp32" if state == "fp32" else "4bit"  # which clamps the quotient

@@ -2,8 +2,8 @@
 
 - `base`: the declarations of a representation, and what follows; `shape_arithmetic`: its parts, and several joined;
   `checks`: of weights and views; `base_ops`: aten operations; `indexing`, `contracted`: functions that take a tensor
-  apart, or multiply by it in their own way; `reading`: the values of a weight that is rounded later; `lazy_stack`:
-  experts that are made when they are read; `torchscript`: its refusal
+  apart, or multiply by it in their own way; `reading`: the values of a weight that is rounded later;
+  `torchscript`: its refusal
 - `pickled`, `state_dict`: the contents of files
 - `collectives`, `dtensor`, `fsdp`, `regather`: tensors over several ranks
 """
@@ -40,9 +40,6 @@ from lowbit.tensor.core.fsdp import Wire as Wire
 from lowbit.tensor.core.indexing import check_part as check_part
 from lowbit.tensor.core.indexing import is_advanced as is_advanced
 from lowbit.tensor.core.indexing import writes as writes
-from lowbit.tensor.core.lazy_stack import ATTRIBUTES as ATTRIBUTES
-from lowbit.tensor.core.lazy_stack import GROUPED as GROUPED
-from lowbit.tensor.core.lazy_stack import LazyStack as LazyStack
 from lowbit.tensor.core.reading import ROUNDING_INPUTS as ROUNDING_INPUTS
 from lowbit.tensor.core.reading import below_transform as below_transform
 from lowbit.tensor.core.reading import in_forward as in_forward

@@ -155,8 +155,15 @@ class LowbitTensor(FSDPHooks, ShapeArithmetic, Pickling, torch.Tensor):
         strides: Sequence[int] | None = None,
         flat_from: tuple[int, ...] | None = None,
     ) -> Self:
-        """A tensor of this shape and dtype over inner tensors (`tensor_attrs`) and metadata (`meta_attrs`) by name.
-        Nothing is copied or checked."""
+        """A tensor over inner tensors. Nothing is copied or checked.
+
+        Args:
+            tensors: `tensor_attrs` by name; None for those that are absent.
+            meta: `meta_attrs` by name.
+            shape, dtype: of the tensor.
+            strides: None: contiguous.
+            flat_from: the shape of which it is a flattened view, or None.
+        """
         first = next(t for t in tensors.values() if t is not None)
         options: dict[str, Any] = {"dtype": dtype, "device": first.device, "strides": strides}
         if torch.is_inference_mode_enabled() and not first.is_inference():

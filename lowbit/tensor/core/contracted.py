@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowbit.linear.frozen.adapted_stack import adapted_stack
 from lowbit.linear.frozen.checks import autocast_dtype
-from lowbit.tensor.core.adapted_stack import adapted_stack
 
 ACCEPTED = (
     "accepted: two operands, of which one is the weight, that share its last dimension or the one before, such as "

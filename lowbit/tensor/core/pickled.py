@@ -225,8 +225,17 @@ def rebuild(
 ) -> Any:
     """The pickled low-bit tensor, on the device where `map_location` put its inner tensors.
 
-    Pickles refer to this function by name. So its name, module and arguments must not change. Raises ValueError as
-    `check_parts`.
+    Pickles refer to this function by name. So its name, module and arguments must not change.
+
+    Args:
+        kind: the class of the tensor.
+        tensors, meta: its inner tensors and its metadata, by name.
+        shape, dtype: of the tensor.
+        flat_from: the shape of which it is a flattened view, or None.
+        requires_grad: of the tensor.
+        others: attributes that a user gave it.
+
+    Raises ValueError as `check_parts`.
     """
     if not (isinstance(kind, type) and issubclass(kind, Pickling)):
         raise ValueError(f"{kind!r} is not a class of low-bit tensors")

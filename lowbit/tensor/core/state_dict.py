@@ -155,7 +155,10 @@ def take(
     errors: list[str],
 ) -> None:
     """The hook before loading: joins parts to one low-bit tensor, finds the learned scales that a plain model's state
-    dict lacks, and converts plain values that are to be assigned."""
+    dict lacks, and converts plain values that are to be assigned.
+
+    Args: those of `nn.Module.register_load_state_dict_pre_hook`'s hooks.
+    """
     assign = bool(metadata.get("assign_to_params_buffers"))
     with torch.no_grad():
         for name, param in module._parameters.items():
@@ -195,9 +198,14 @@ def take_parts(
     param: Tensor, key: str, state_dict: dict[str, Any], entry: Any, assign: bool, errors: list[str]
 ) -> None:
     """Replace the parts of `param` in the state dict, if there are any, by `state_dict[key]`, a tensor like `param`.
-    `entry` describes it.
 
-    Appends each misfit to `errors`. `param` then stays unchanged.
+    Args:
+        param: the low-bit parameter of the model, whole or a DTensor.
+        key: its name in the state dict; its parts are `key.codes` and so on.
+        state_dict: changed in place.
+        entry: the description that was saved with the parts, or None.
+        assign: True if the model gets the tensor itself, which then keeps the dtypes of its parts.
+        errors: gets each misfit. `param` then stays unchanged.
     """
     own, shape = local(param), tuple(param.shape)
     given = {
@@ -236,9 +244,14 @@ def take_values(
     errors: list[str],
     joint: Tensor | None = None,
 ) -> None:
-    """Make plain values, `whole` and `joint` as for `encoded`, the entry of `param` in the state dict.
+    """Make plain values the entry of `param` in the state dict.
 
-    Appends a misfit to `errors`. `param` then stays unchanged.
+    Args:
+        param: the low-bit parameter of the model.
+        key: its name in the state dict.
+        state_dict: changed in place.
+        whole, joint: as for `encoded`.
+        errors: gets a misfit. `param` then stays unchanged.
     """
     try:
         state_dict[key] = encoded(param, whole, key, joint)

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from lowbit.linear.frozen import quantized_linear
 from lowbit.linear.frozen.kinds import KINDS, representation_of
+from lowbit.linear.lazy_stack import ATTRIBUTES
 from lowbit.numerics.gain import can_grow, of_full_gain
 from lowbit.numerics.lookup_table import LookupTable
 from lowbit.numerics.number_format import Float8, Int
@@ -35,7 +36,6 @@ from lowbit.numerics.spec_checks import check_reach
 from lowbit.numerics.unseen_inputs import search_qparams
 from lowbit.schemes.scheme import Scheme
 from lowbit.tensor.core import (
-    ATTRIBUTES,
     InnerShapes,
     LowbitTensor,
     check_finite,

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from lowbit.tensor.core import GROUPED, MATMULS, LowbitTensor, of_stack, of_swapped
+from lowbit.linear.lazy_stack import GROUPED
+from lowbit.tensor.core import MATMULS, LowbitTensor, of_stack, of_swapped
 from lowbit.tensor.frozen.blocked import BlockedTensor
 
 _OF_EXPERTS = {*GROUPED, *MATMULS}

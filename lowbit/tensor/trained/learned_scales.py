@@ -139,7 +139,16 @@ class LearnedScales(Quantizer):
     ) -> dict[str, Tensor]:
         """Starting scales and zero points, for a state dict of a plain model, which has this weight and no scales.
 
-        Raises ValueError for scales whose description, `entry`, is of another scheme or form."""
+        Args:
+            weight: of the module.
+            module: the one that is loaded, whose attribute of this `name` the weight is.
+            state_dict: what is loaded; keys begin with `prefix`.
+            entry: the description of the scales in it, or None.
+            assign: True if the module gets the loaded tensors themselves.
+
+        Raises:
+            ValueError: the description is of another scheme or form.
+        """
         value = state_dict.get(prefix + name)
         plain = isinstance(value, Tensor) and not isinstance(local(value), LowbitTensor)
         own = scales_of(module, name)

@@ -25,11 +25,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from lowbit.linear.dequantized import dequantized_linear, grouped_in_high_precision
 from lowbit.linear.frozen.checks import TRANSFORMS, in_transform
+from lowbit.linear.lazy_stack import GROUPED
 from lowbit.linear.operands import Values
 from lowbit.numerics import class_names
 from lowbit.schemes.training import IN_ATTENTION
 from lowbit.tensor.core import (
-    GROUPED,
     MATMULS,
     LowbitTensor,
     NoProduct,

@@ -16,7 +16,7 @@ from transformers import GenerationMixin
 
 from lowbit.interop.hf.decoding.held import borrowed_decoder
 from lowbit.interop.hf.decoding.loop import decode
-from lowbit.interop.hf.decoding.options import Prepared, read
+from lowbit.interop.hf.decoding.options import PreparedCall, read
 from lowbit.interop.hf.decoding.refused import refused
 from lowbit.interop.hf.decoding.step import padded_length
 from lowbit.interop.hf.invariant import NAME as INVARIANT
@@ -87,7 +87,7 @@ def generate(
         streamer = given.get("streamer") if streamer is None else streamer
         assert input_ids is not None
         prepared = (input_ids, generation_config, logits_processor, stopping_criteria)
-        return _decoded(model, Prepared(*prepared, options), streamer, generator, kv_cache)
+        return _decoded(model, PreparedCall(*prepared, options), streamer, generator, kv_cache)
     if not hasattr(model, "generate"):
         raise TypeError(
             f"generate takes a model of transformers with a generate method, got {type(model).__name__}"
@@ -141,7 +141,7 @@ def _with(
         if streamer is not None:
             streamer.put(input_ids.cpu())
         prepared = (input_ids, generation_config, logits_processor, stopping_criteria)
-        return _decoded(model, Prepared(*prepared, model_kwargs), streamer, generator, kv_cache)
+        return _decoded(model, PreparedCall(*prepared, model_kwargs), streamer, generator, kv_cache)
 
     return custom
 
@@ -170,7 +170,7 @@ def _refuse_lost(given: dict[str, Any]) -> None:
 
 def _decoded(
     model: Any,
-    call: Prepared,
+    call: PreparedCall,
     streamer: Any,
     generator: torch.Generator | None,
     kv_cache: str | None,

@@ -39,7 +39,7 @@ PROCESSORS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Choice:
+class TokenChoice:
     """How a call chooses tokens. ``ends``: the tokens that end a sequence, which then goes on with ``pad``."""
 
     processors: tuple[Any, ...]

@@ -46,7 +46,7 @@ class Any_:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class FoldedCall:
     """Matches a call of `op`; its arguments match by position, those that follow may be anything. The arguments of
     sums and products may be exchanged."""
 
@@ -58,17 +58,17 @@ class Call:
         return self.op in (aten.add.Tensor, aten.mul.Tensor) and len(self.args) == 2
 
 
-def call(op: Any, *args: Any) -> Call:
-    return Call(op, args)
+def call(op: Any, *args: Any) -> FoldedCall:
+    return FoldedCall(op, args)
 
 
 def matched(pattern: Any, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] | None:
     """`bound` and what the pattern's parts stand for; None where it does not match."""
-    if isinstance(pattern, Any_ | Call) and pattern in bound:
+    if isinstance(pattern, Any_ | FoldedCall) and pattern in bound:
         return bound if bound[pattern] is found else None
     if isinstance(pattern, Any_):
         return {**bound, pattern: found}
-    if isinstance(pattern, Call):
+    if isinstance(pattern, FoldedCall):
         return _matched_call(pattern, found, bound)
     if isinstance(pattern, list):
         if not isinstance(found, list | tuple) or len(found) != len(pattern):
@@ -77,7 +77,7 @@ def matched(pattern: Any, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] |
     return bound if type(found) in (int, float, bool, str) and pattern == found else None
 
 
-def _matched_call(pattern: Call, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] | None:
+def _matched_call(pattern: FoldedCall, found: Any, bound: dict[Any, Any]) -> dict[Any, Any] | None:
     if not _is_node(found) or found.target is not pattern.op:
         return None
     if len(found.args) < len(pattern.args) or "alpha" in found.kwargs:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowbit.interop.hf.decoding.choice import Choice
+from lowbit.interop.hf.decoding.choice import TokenChoice
 from lowbit.interop.hf.decoding.step import Decoder
 
 LOOK = 8
@@ -22,7 +22,7 @@ def decode(
     decoder: Decoder,
     prompt: Tensor,
     new_tokens: int,
-    choice: Choice,
+    choice: TokenChoice,
     chunk: int,
     streamer: Any = None,
 ) -> Tensor:
@@ -41,7 +41,7 @@ def decode(
     """
     length = decoder.length
     decoder.choose(choice, decoder.read_prompt(model, chunk))
-    watch = _Watch(decoder, choice, length, streamer)
+    watch = _TokenWatch(decoder, choice, length, streamer)
     count, stops = 1, watch.after(1)
     step = decoder.step(model, choice) if new_tokens > 1 and not stops else None
     while step is not None and count < new_tokens and not stops:
@@ -54,7 +54,7 @@ def decode(
     return torch.cat([prompt, decoder.ids[:, length:end]], dim=1)
 
 
-def _used(tokens: Tensor, choice: Choice) -> int:
+def _used(tokens: Tensor, choice: TokenChoice) -> int:
     """The columns of the new tokens up to the one in which the last sequence ended."""
     if not choice.ends:
         return tokens.shape[1]
@@ -63,10 +63,10 @@ def _used(tokens: Tensor, choice: Choice) -> int:
     return int(last.max())
 
 
-class _Watch:
+class _TokenWatch:
     """Copies what the device did to the host, and reads it `BEHIND` looks later, so that the device never waits."""
 
-    def __init__(self, decoder: Decoder, choice: Choice, length: int, streamer: Any) -> None:
+    def __init__(self, decoder: Decoder, choice: TokenChoice, length: int, streamer: Any) -> None:
         self.decoder, self.length, self.streamer = decoder, length, streamer
         self.is_needed = bool(choice.ends) or streamer is not None
         on_gpu = decoder.device.type == "cuda"

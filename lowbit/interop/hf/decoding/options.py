@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation import stopping_criteria as criteria
 from transformers.generation.configuration_utils import GenerationMode
 
-from lowbit.interop.hf.decoding.choice import Choice, checked_processors, hides_padding
+from lowbit.interop.hf.decoding.choice import TokenChoice, checked_processors, hides_padding
 from lowbit.interop.hf.decoding.refused import refused
 
 CHUNK = 2048
@@ -25,7 +25,7 @@ OUTPUTS = ("output_scores", "output_logits", "output_attentions", "output_hidden
 
 
 @dataclass(frozen=True)
-class Prepared:
+class PreparedCall:
     """A call of transformers' `generate`, as far as it has prepared it: input_ids int64 [batch, length], the
     GenerationConfig, logits processors, stopping criteria, arguments of the model's forward."""
 
@@ -41,14 +41,14 @@ class Options:
     """A call's options. ``start``: the first column of each sequence; those before it are padding. ``hides_padding``:
     the choice does not see padding."""
 
-    choice: Choice
+    choice: TokenChoice
     new_tokens: int
     chunk: int
     start: list[int]
     hides_padding: bool
 
 
-def read(model: Any, call: Prepared) -> Options:
+def read(model: Any, call: PreparedCall) -> Options:
     """The options of a call. Raises ValueError, which names the option, for everything else than `generate`
     describes."""
     config = call.config
@@ -68,7 +68,7 @@ def read(model: Any, call: Prepared) -> Options:
     start = _starts(call.model_kwargs, batch, length)
     processors = checked_processors(call.processors, start)
     return Options(
-        Choice(processors, bool(config.do_sample), ends, pad_id),
+        TokenChoice(processors, bool(config.do_sample), ends, pad_id),
         longest - length,
         config.prefill_chunk_size or CHUNK,
         start,

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from lowbit.interop.hf.decoding.cache import SlotCache, SlotLayer, Slots
-from lowbit.interop.hf.decoding.choice import Choice
+from lowbit.interop.hf.decoding.choice import TokenChoice
 from lowbit.interop.hf.decoding.folding import fold
 from lowbit.interop.hf.decoding.refused import refused
 from lowbit.interop.hf.decoding.tables import tabulate
@@ -131,7 +131,7 @@ class Decoder:
 
     # ---- a token ---------------------------------------------------------------------------------------------------
 
-    def choose(self, choice: Choice, logits: Tensor) -> None:
+    def choose(self, choice: TokenChoice, logits: Tensor) -> None:
         """Write the tokens after `position`, and go on to them. All on the device."""
         tokens = choice.tokens(self.ids, logits, self.seed, self.position, self.shift)
         if choice.ends:
@@ -154,7 +154,7 @@ class Decoder:
                 "take what remains with remove_invalid_values=True"
             )
 
-    def step(self, model: Any, choice: Choice) -> Callable[[], None]:
+    def step(self, model: Any, choice: TokenChoice) -> Callable[[], None]:
         """What reads the last tokens and chooses the next ones: the replay of a graph, or on a CPU a function."""
         if self.device.type != "cuda":
             return lambda: self._one(_token(model, self.cache), choice)
@@ -167,7 +167,7 @@ class Decoder:
             del self._steps[next(iter(self._steps))]
         return graph.replay
 
-    def _one(self, forward: Callable[..., Tensor], choice: Choice) -> None:
+    def _one(self, forward: Callable[..., Tensor], choice: TokenChoice) -> None:
         self.choose(choice, forward(self.token, self.position_ids, self.position, self.start))
 
     def traced(self, model: Any) -> Callable[..., Tensor]:

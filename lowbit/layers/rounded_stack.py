@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_map
 
 from lowbit.linear import fused_rounding
 from lowbit.linear.frozen.checks import in_transform
+from lowbit.linear.lazy_stack import LazyStack
 from lowbit.linear.operands import RoundedLinear, Values
 from lowbit.linear.rounded_linear import RoundingOfExperts, rounding_of
-from lowbit.tensor.core import LazyStack
 from lowbit.tensor.trained.learned_scales import settled_by
 from lowbit.tracing import tracer
 

@@ -3,7 +3,7 @@
 PEFT's `target_parameters` gives a module the sum in place of its parameter, by a parametrization that makes the sum at
 least twice in each forward pass: torch checks its shape and dtype first. In 16 bits the sum takes four times the bytes
 of packed experts. A grouped product needs no sum (`lowbit.linear.frozen.adapted_experts`). All other operations get it
-(`lowbit.tensor.core.lazy_stack`).
+(`lowbit.linear.lazy_stack`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowbit.linear.frozen.adapted_experts import adapted_product
 from lowbit.linear.frozen.checks import refuse_transforms
-from lowbit.tensor.core.lazy_stack import LazyStack
+from lowbit.linear.lazy_stack import LazyStack
 
 
 def adapted_stack(weight: Any, a: Any, b: Any, scale: float) -> Tensor | None:
