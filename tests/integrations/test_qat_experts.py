@@ -111,6 +111,48 @@ def test_compiled_where_transformers_takes_its_own_op(make, dtype, scales) -> No
             qat.convert_(model)
 
 
+@pytest.mark.parametrize("name", ["int4", "int8-int4"])
+def test_frozen_experts_stay_packed_for_backward(name) -> None:
+    """transformers' op of frozen experts, in eager code and in a graph: inputs are rounded, and no values kept."""
+    moe = pytest.importorskip("transformers.integrations.moe")
+    pytest.importorskip("lowbit.hf")
+    op = torch.ops.transformers.grouped_mm_fallback
+    module = nn.Module()
+    module.up = nn.Parameter(lb.AffineTensor.from_float(values(4, 32, 64), SCHEMES[name]), False)
+    weight, ends = module.up.transpose(-2, -1), torch.tensor([3, 3, 8, 12], dtype=torch.int32)
+    rows = values(12, 64).requires_grad_()
+    kept: list[Any] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+        y = op(rows, weight, offs=ends)
+    assert not [t for t in kept if type(t) is torch.Tensor and t.numel() >= weight.numel()]
+    expected = moe._grouped_mm(rows, weight, ends)
+    torch.testing.assert_close(y, expected)
+    grad = values(12, 32)
+    (found,) = torch.autograd.grad(y, rows, grad)
+    wanted = torch.autograd.grad(expected, rows, grad)[0]
+    torch.testing.assert_close(found, wanted)
+    torch._dynamo.reset()
+    run = torch.compile(
+        lambda r: op(r, module.up.mT, offs=ends), backend="aot_eager", fullgraph=True
+    )
+    in_graph = run(rows)
+    torch.testing.assert_close(in_graph, expected)
+    torch.testing.assert_close(torch.autograd.grad(in_graph, rows, grad)[0], wanted)
+
+
+@pytest.mark.cover("values")
+@pytest.mark.parametrize(
+    "scheme", [lb.Int8MixedPrecision(always=True), lb.Int8Weight(), lb.Int4Weight()], ids=str
+)
+def test_experts_that_train_in_low_bits_refuse_float32_graphs(scheme) -> None:
+    """Before the first product, with the ways out."""
+    model = stock(qwen3_moe, "grouped_mm").train()
+    lb.train.prepare_(model, scheme, is_experts)
+    block = torch.compile(model.model.layers[0].mlp, backend="aot_eager")
+    with pytest.raises(Exception, match=r"graphs for torch\.float32.*model\.to\(torch\.bfloat16\)"):
+        block(values(1, 12, 64))
+
+
 @pytest.mark.cover("values")
 @both_scales
 @pytest.mark.parametrize("implementation", ["batched_mm", "grouped_mm"])

@@ -23,14 +23,14 @@ _MATMUL = {torch.matmul, torch.linalg.matmul, Tensor.matmul, Tensor.__matmul__, 
 def multiplied(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor | None:
     """The product `func(*args, **kwargs)` by another of the weight's products; None if it has no other form."""
     product = _arranged(*args) if func in _MATMUL and len(args) == 2 and not kwargs else None
-    if product is None and func in _OF_INPUTS_FIRST:
-        product = _OF_INPUTS_FIRST[func](*args, **kwargs)
+    if product is None and func in PRODUCTS:
+        product = PRODUCTS[func](*args, **kwargs)
     return product
 
 
 def rounded_for_experts(func: Any, args: Any) -> Any:
-    """`args` with the operands as `_rounded_pair` gives them, where `func` multiplies stacked weights."""
-    return (*_rounded_pair(*args[:2]), *args[2:]) if func in _OF_EXPERTS and len(args) > 1 else args
+    """`args` with the operands as `rounded_pair` gives them, where `func` multiplies stacked weights."""
+    return (*rounded_pair(*args[:2]), *args[2:]) if func in _OF_EXPERTS and len(args) > 1 else args
 
 
 def _arranged(x: Any, weight: Any) -> Tensor | None:
@@ -55,7 +55,7 @@ def _added_of_inputs_first(input: Any, mat1: Any, mat2: Any, **others: Any) -> T
     return None if product is None else product + input
 
 
-_OF_INPUTS_FIRST: dict[Any, Callable[..., Tensor | None]] = {
+PRODUCTS: dict[Any, Callable[..., Tensor | None]] = {
     **dict.fromkeys((torch.matmul, torch.linalg.matmul), _of_inputs_first),
     **dict.fromkeys((Tensor.matmul, Tensor.__matmul__), _of_inputs_first),
     **dict.fromkeys(
@@ -63,13 +63,15 @@ _OF_INPUTS_FIRST: dict[Any, Callable[..., Tensor | None]] = {
     ),
     **dict.fromkeys((torch.addmm, Tensor.addmm), _added_of_inputs_first),
 }
+"""Functions that a frozen weight computes itself: each returns None where torch's own way serves. Who has another
+function adds it."""
 
 
-def _rounded_pair(x: Any, weight: Any) -> tuple[Any, Any]:
+def rounded_pair(x: Any, weight: Any) -> tuple[Any, Any]:
     """Both operands of a product of stacked weights [E, K, N], which runs in high precision: x rounded as the weight's
     products round it, and the weight without that rule. Experts [E, N, K] may stand on the left."""
     if isinstance(x, BlockedTensor) and not isinstance(weight, LowbitTensor) and weight.ndim == 3:
-        inputs, plain = _rounded_pair(weight.transpose(-2, -1), x)
+        inputs, plain = rounded_pair(weight.transpose(-2, -1), x)
         return plain, inputs.transpose(-2, -1)
     is_stack = isinstance(weight, BlockedTensor) and weight.ndim == 3
     if not is_stack or isinstance(x, LowbitTensor):
