@@ -337,7 +337,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"prompt_lookup_num_tokens": 2}, "prompt_lookup_num_tokens|assisted_generation"),
     ({"synced_gpus": True}, "synced_gpus"),
     ({"stop_strings": ["a"]}, "stop_strings|stop strings"),
-    ({"past_key_values": transformers.DynamicCache()}, "past_key_values"),
+    ({"past_key_values": transformers.DynamicCache()}, "past_key_values|take cache"),
     ({"token_type_ids": torch.zeros(1, 11, dtype=torch.int64)}, "token_type_ids"),
     ({"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([10]), 0)}, "attention_mask"),
     ({"attention_mask": torch.ones(1, 11).long().index_fill(1, torch.tensor([5]), 0)}, "attention_mask"),
