@@ -78,9 +78,11 @@ def _together(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _wrap_fuses(module: ModuleType) -> None:
-    kind = module.PeftAdapterMixin
+    kind = getattr(module, "PeftAdapterMixin", None)
     for name in ("fuse_lora", "unfuse_lora"):
-        setattr(kind, name, _layer_by_layer(getattr(kind, name), f"_{name}_apply"))
+        method = getattr(kind, name, None)
+        if method is not None and hasattr(kind, f"_{name}_apply"):  # not in all releases
+            setattr(kind, name, _layer_by_layer(method, f"_{name}_apply"))
 
 
 def _layer_by_layer(method: Callable[..., Any], step: str) -> Callable[..., Any]:
