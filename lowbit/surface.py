@@ -24,7 +24,7 @@ from lowbit.inference import (
     register_linear,
     unregister_linear,
 )
-from lowbit.interop import pretrained
+from lowbit.interop import own_offloads, pretrained
 from lowbit.interop.peft import own_merges
 from lowbit.numerics.lookup_table import E2M1, NF4, LookupTable
 from lowbit.numerics.number_format import Float8, Int
@@ -78,6 +78,7 @@ from lowbit.tracing.trace import trace
 
 pretrained.listen()
 own_merges.listen()
+own_offloads.listen()
 
 __all__ = [
     "E2M1",

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import lowbit as lb
+from lowbit.layers.static_input import StaticInput
 from lowbit.linear.frozen import choose_linear
 from lowbit.linear.frozen.eight_bits import static_linear
 from lowbit.numerics.granularity import PerGroup, PerRow, PerTensor
@@ -476,3 +477,47 @@ def test_specs_that_are_refused():
         Scheme(INT8.activation)
     with pytest.raises(ValueError, match="is static: its scale belongs to the layer"):
         INT8.activation.fake_quantize(values(3, 4))
+
+
+def cast(net):
+    """A copy in bfloat16, whose buffers of floats have the bits and the dtype that they had."""
+    held = {n: b.clone() for n, b in net.named_buffers() if b.is_floating_point()}
+    assert len(held) >= 2 and all(b.dtype is torch.float32 for b in held.values())
+    low = pickle.loads(pickle.dumps(copy.deepcopy(net))).to(torch.bfloat16)
+    assert low[0].weight.dtype is torch.bfloat16
+    found = dict(low.named_buffers())
+    for name, buffer in held.items():  # NaN before the end of a calibration
+        torch.testing.assert_close(found[name], buffer, rtol=0, atol=0, equal_nan=True)
+    return low
+
+
+@pytest.mark.parametrize("mapping", ["symmetric", "float_zero_point"])
+@pytest.mark.parametrize("is_prepared", [False, True], ids=["plain", "prepared"])
+def test_casts_leave_static_scales_in_float32(is_prepared, mapping):
+    """And what observers saw. A model that is cast before its conversion gets the scales of one that is not."""
+    scheme = Scheme(ROW8, static(Int(8), mapping))
+    net = model()
+    if is_prepared:
+        lb.qat.prepare_(net, scheme)
+    with lb.calibrate(net, None if is_prepared else scheme):
+        net(values(30, 64))
+        cast(net)
+    low = cast(net)
+    for one in (net, low):
+        lb.qat.convert_(one) if is_prepared else lb.quantize_(one, scheme)
+        assert not [*one.named_buffers()] and not isinstance(one[0], StaticInput)
+    for own, other in ((net[0].weight, low[0].weight), (net[2].weight, low[2].weight)):
+        assert own.input_scale.dtype is other.input_scale.dtype is torch.float32
+        assert torch.equal(own.input_scale, other.input_scale)
+
+
+def test_weights_in_learned_scales_beside_a_scale_of_inputs():
+    """The scale of a calibration that the scheme of `prepare_` does not use stays, and hides no layer from it."""
+    net = model()
+    with lb.calibrate(net, INT8):
+        net(values(30, 64))
+    lb.qat.prepare_(net, lb.Int4WeightOnly(8), scales="learned")
+    assert {"weight_scale"} <= {*dict(net[0].named_parameters())}
+    expected = net(values(3, 64))
+    lb.qat.convert_(net)
+    torch.testing.assert_close(net(values(3, 64)), expected)

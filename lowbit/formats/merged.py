@@ -128,7 +128,7 @@ def _refusal(items: list[Item], differing: dict[str, list[Tensor]]) -> str:
         "calibrate them by the same batches, in one lowbit.calibrate"
         if all(name.startswith("input_") for name in differing)
         else "quantize the model again, as lowbit.quantize_, and lowbit.qat with scales='present', share it among "
-        "siblings"
+        "siblings; after layer.merge() of PEFT, merge by model.merge_adapter() or lowbit.peft.merge_(model) instead"
     )
     return (
         f"servers such as vLLM merge {', '.join(names)} into one layer, which has one {' and one '.join(differing)}, "

@@ -4,9 +4,10 @@
     lowbit.accelerate.disk_offload(model, "folder", "cuda")   # accelerate.disk_offload
 
 accelerate takes the weights from `model.state_dict()` by the names of the parameters. A state dict holds the parts of a
-low-bit weight, `weight.codes`, `weight.scale` …, so accelerate's own functions end in a KeyError. The functions of this
-module give accelerate the weights by name. Then accelerate's hooks move the weights of a layer to the execution device
-before the layer runs, and to meta afterwards.
+low-bit weight, `weight.codes`, `weight.scale` …, which have other names. The functions of this module give accelerate
+the weights by name. Then accelerate's hooks move the weights of a layer to the execution device before the layer runs,
+and to meta afterwards. accelerate's own `cpu_offload` and `disk_offload` call these functions for a model with low-bit
+weights (`lowbit.interop.own_offloads`).
 
 `Accelerator.prepare`, `save_state`, `load_state` and FSDP2 do not need this module.
 """
@@ -47,7 +48,7 @@ def cpu_offload(
     """
     accelerate = _accelerate()
     check_module(model)
-    state = {name: t.detach().to("cpu") for name, t in _tensors(model)}
+    state = {name: t.detach().to("cpu") for name, t in tensors_of(model)}
     return accelerate.cpu_offload(model, execution_device, state_dict=state, **options)
 
 
@@ -69,10 +70,10 @@ def disk_offload(
     """
     accelerate = _accelerate()
     check_module(model)
-    tensors = dict(_tensors(model))
+    tensors = dict(tensors_of(model))
     low = {n: t.detach().to("meta") for n, t in tensors.items() if isinstance(t, LowbitTensor)}
     if not (Path(offload_dir) / INDEX).is_file():
-        files = {file: part for name, t in tensors.items() for file, part in _parts(name, t)}
+        files = {file: _bytes(p) for name, t in tensors.items() for file, p in _parts(name, t)}
         accelerate.utils.offload_state_dict(offload_dir, files)
     stored = accelerate.utils.OffloadedWeightsLoader(save_folder=offload_dir)
     found = _Stored(stored, low)
@@ -102,10 +103,15 @@ class _Stored(Mapping[str, Tensor]):
         if like is None:
             return self.files[name]
         made = like._with(
-            {file.rpartition(".")[2]: self.files[file] for file, _ in _parts(name, like)}
+            {file.rpartition(".")[2]: self._read(file, p) for file, p in _parts(name, like)}
         )
         made.check_parts()
         return made
+
+    def _read(self, file: str, like: Tensor) -> Tensor:
+        """The part in this file; `like`: one of its dtype."""
+        held = self.files[file]
+        return held.view(like.dtype) if held.dtype is _bytes(like).dtype else held
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names)
@@ -117,7 +123,7 @@ class _Stored(Mapping[str, Tensor]):
         """Raise ValueError if files of `tensor` are missing, or differ in shape or dtype."""
         try:
             for file, part in _parts(name, tensor):
-                held = self.files[file]
+                held = self._read(file, part)
                 if (held.shape, held.dtype) != (part.shape, part.dtype):
                     raise ValueError(
                         f"{file} is {held.dtype} {tuple(held.shape)} there and {part.dtype} {tuple(part.shape)} here"
@@ -136,7 +142,13 @@ def _parts(name: str, tensor: Tensor) -> Iterator[tuple[str, Tensor]]:
         yield name, tensor.detach()
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _bytes(part: Tensor) -> Tensor:
+    """float8 as uint8, since accelerate before 1.15 has no files of float8; others as they are."""
+    is_float8 = part.dtype.is_floating_point and part.itemsize == 1
+    return part.view(torch.uint8) if is_float8 else part
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and saved buffers by name; tied ones by each of their names."""
     saved = model.state_dict(keep_vars=True)
     for name, tensor in saved.items():

@@ -10,8 +10,8 @@ its own cache, `lowbit.hf.KVCache`, has a scale for each token and head.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Self
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from lowbit.layers.stand_in import StandIn, give, take
 from lowbit.numerics.granularity import PerTensor
 from lowbit.numerics.number_format import Float8
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.uncast import Uncast
 
 KEY, VALUE = "k_scale", "v_scale"
 SPEC = Spec(Float8(), PerTensor(), static=True)
@@ -33,17 +34,10 @@ SETTINGS = {
 """The "kv_cache_scheme" of a "quantization_config" with such scales."""
 
 
-class CacheScales(StandIn):
-    """Mixin of a module with such scales as buffers KEY and VALUE. A cast of the module keeps their dtype."""
+class CacheScales(Uncast, StandIn):
+    """Mixin of a module whose buffers KEY and VALUE are such scales."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
-        held = {name: self._buffers[name] for name in (KEY, VALUE) if name in self._buffers}
-        super()._apply(fn, recurse)
-        for name, before in held.items():
-            after = self._buffers[name]
-            if before is not None and after is not None and after.dtype != before.dtype:
-                self._buffers[name] = before.to(after.device)
-        return self
+    uncast = (KEY, VALUE)
 
 
 def hold(module: nn.Module, scales: Mapping[str, Tensor]) -> None:

@@ -29,7 +29,14 @@ from lowbit.layers.frozen import hide_frozen, show_frozen
 from lowbit.layers.learned_experts import Holder, Scaled
 from lowbit.layers.sharded_linear import sharded_linear
 from lowbit.layers.stand_in import give, names_given, take, without
-from lowbit.layers.static_input import OBSERVER, check_input, hold_input, inputs_of, take_input
+from lowbit.layers.static_input import (
+    OBSERVER,
+    StaticInput,
+    check_input,
+    hold_input,
+    inputs_of,
+    take_input,
+)
 from lowbit.linear.coded_linear import constant_input
 from lowbit.linear.frozen.checks import refuse_transforms
 from lowbit.linear.operands import Values
@@ -92,7 +99,7 @@ class Prepared(Holder):
         self._check_calibrated()
         weight: Any = self.weight
         spec = weight.scheme.activation
-        # model.to(bfloat16) rounds them too; in float32 they are what the converted weight stores
+        # model.to(bfloat16) rounds learned ones too; in float32 they are what the converted weight stores
         scale, zero = (None if t is None else t.float().view([1] * x.ndim) for t in inputs_of(self))
         if x.numel() == 0:  # nothing to round; gradients are zero, and not missing
             return x + sum((t * 0).to(x.dtype) for t in (scale, zero) if t is not None)
@@ -279,8 +286,9 @@ def make_prepared(modules: Iterable[nn.Module], kinds: Sequence[type[nn.Module]]
     modules = list(modules)
     hide_frozen(modules)
     for module in modules:
-        if type(module) in kinds:
-            give(module, LAYERS[type(module)])
+        kind = without(type(module), StaticInput)
+        if kind in kinds:
+            give(module, LAYERS[kind])
     show_frozen(modules)
 
 
@@ -323,7 +331,7 @@ def give_scales(
             hide_frozen([module])
             names = (*names_given(module, Scaled), attribute)
             take(module, Scaled)
-            kind = LAYERS.get(type(module))
+            kind = LAYERS.get(without(type(module), StaticInput))
             give(module, *((kind,) if kind else (Scaled, names)))
             show_frozen([module])
         if i == 0:

@@ -11,6 +11,7 @@ module. Several may be on top of each other, and `take` takes back any of them:
     LoRA in QAT                             `lowbit.qat.lora`
     LoRA in fewer passes                    `lowbit.layers.fused_lora`
     scales of cached keys and values        `lowbit.layers.cache_scales`
+    a static scale of the input             `lowbit.layers.static_input`
 
 The subclass has the name and the module of the class that it stands for. accelerate and PEFT find the class of a name,
 "Linear", by the first module that has it, and then ask which modules are instances: these are all modules of the plain

@@ -2,7 +2,8 @@
 
 `lowbit.calibrate` finds the scale and the zero point. The module holds them as `input_scale` and `input_zero` beside
 its weight, as `lowbit.numerics.learned_scales` defines parameters: divided by `RATE`. They are parameters where scales
-are learned, and buffers where they are frozen. Before the calibration they are NaN. Conversion puts them into the
+are learned, and buffers where they are frozen, which stay float32 where the model is cast. Before the calibration they
+are NaN. Conversion puts them into the
 weight (`AffineTensor.input_scale`), since a product in inference has the weight alone.
 
 Modules that share a weight share the scale of their inputs.
@@ -16,9 +17,11 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from lowbit.layers.stand_in import StandIn, give, take
 from lowbit.numerics.learned_scales import as_parameters, qparams
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.uncast import Uncast
 from lowbit.tensor.core.dtensor import local
 
 SCALE, ZERO, OBSERVER = "input_scale", "input_zero", "input_observer"
@@ -26,6 +29,12 @@ SCALE, ZERO, OBSERVER = "input_scale", "input_zero", "input_observer"
 _CALIBRATE = (
     "run lowbit.calibrate(model) over some batches first, or load a state dict that has input_scale"
 )
+
+
+class StaticInput(Uncast, StandIn):
+    """The mixin of a module with a static scale of its input."""
+
+    uncast = (SCALE, ZERO)
 
 
 def inputs_of(module: nn.Module) -> tuple[Tensor | None, Tensor | None]:
@@ -75,6 +84,7 @@ def hold_input(
                 module.register_buffer(name, own)
     for module in modules:
         module.input_spec = spec  # type: ignore[assignment]
+        give(module, StaticInput)
 
 
 def take_input(modules: Iterable[nn.Module]) -> None:
@@ -84,6 +94,7 @@ def take_input(modules: Iterable[nn.Module]) -> None:
             module._parameters.pop(name, None)
             module._buffers.pop(name, None)
         module.__dict__.pop("input_spec", None)
+        take(module, StaticInput)
 
 
 def held_for(module: nn.Module, spec: Spec) -> tuple[Tensor, Tensor | None] | None:

@@ -18,10 +18,11 @@ from typing import Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowbit.numerics.granularity import PerRow
 from lowbit.numerics.spec import Spec
+from lowbit.numerics.uncast import Uncast
 
 Method = Literal["minmax", "squared_error"]
 CANDIDATES = 128
@@ -43,7 +44,7 @@ def check_method(method: str) -> None:
         )
 
 
-class Observer(nn.Module):
+class Observer(Uncast):
     """Statistics of all inputs that `observe` sees. They are buffers, so state dicts and copies hold them.
 
     Args:
@@ -53,6 +54,8 @@ class Observer(nn.Module):
 
     Raises ValueError for an unknown method.
     """
+
+    uncast = ("low", "high")
 
     low: Tensor
     high: Tensor

@@ -331,7 +331,7 @@ def test_models_that_run_need_transformers(
     monkeypatch.setattr(importlib.metadata, "version", version_of)
     _, message = refused(line, home, capfd)
     what = "which is not installed" if found is None else f"and {found} is installed"
-    assert f"transformers >= 5, {what}" in message and "lowbit[hf]" in message
+    assert f"transformers >= 5.4, {what}" in message and "lowbit[hf]" in message
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -213,6 +213,35 @@ def test_device_map_of_transformers(
     assert found.get_parameter(WAITING).is_meta
 
 
+@pytest.mark.parametrize("by", ["cpu_offload", "disk_offload", "dispatch_model"])
+@pytest.mark.parametrize("holder", [accelerate, accelerate.big_modeling], ids=["", "module"])
+def test_accelerates_own_functions_take_weights_by_name(holder, by: str, tmp_path: Path) -> None:
+    model, x = quantized(), torch.randn(3, 64)
+    expected = model(x)
+    device = torch.device("cpu")  # another one than "cpu", as above
+    arguments: dict[str, tuple[Any, ...]] = {
+        "cpu_offload": (device, False, None),
+        "disk_offload": (tmp_path / "weights", device),
+        "dispatch_model": ({"0": device, "1": device, "2": "cpu"}, device),
+    }
+    getattr(holder, by)(model, *arguments[by])
+    assert model[2].weight.is_meta
+    assert torch.equal(model(x), expected) and model[2].weight.is_meta
+
+
+def test_a_device_map_with_a_disk_is_refused(tmp_path: Path) -> None:
+    places = {"0": torch.device("cpu"), "1": torch.device("cpu"), "2": "disk"}
+    with pytest.raises(NotImplementedError, match=r"lowbit\.accelerate\.disk_offload"):
+        accelerate.dispatch_model(quantized(), places, offload_dir=tmp_path)
+
+
+def test_plain_models_are_offloaded_as_they_were() -> None:
+    model = nn.Sequential(nn.Linear(64, 8))
+    x = torch.randn(3, 64)
+    expected = model(x)
+    assert torch.equal(accelerate.cpu_offload(model)(x), expected)
+
+
 @pytest.mark.gpu
 @both
 def test_layers_run_on_a_gpu(where: str, tmp_path: Path) -> None:

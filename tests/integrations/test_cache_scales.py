@@ -4,6 +4,7 @@ of compressed-tensors."""
 from __future__ import annotations
 
 import copy
+import inspect
 import json
 from pathlib import Path
 from typing import Any
@@ -272,6 +273,9 @@ def test_compressed_tensors_reads_and_runs_them(tmp_path: Path) -> None:
         parsed.num_bits == 8 and parsed.type == "float" and parsed.symmetric and not parsed.dynamic
     )
     assert parsed.strategy == "tensor" and parsed.pytorch_dtype() == E4M3
+    taken = inspect.signature(transformers.LlamaModel.forward).parameters
+    if "past_key_values" not in taken:  # transformers 5.24 names it cache
+        pytest.skip("compressed-tensors finds attention layers by an argument past_key_values")
     theirs = transformers.AutoModelForCausalLM.from_pretrained(out).eval()
     own = lb.load_pretrained(out)
     scales = held_in(own)

@@ -23,6 +23,7 @@ from lowbit.formats import FormatError  # noqa: E402
 from lowbit.hf import LowbitConfig  # noqa: E402
 from lowbit.train import Float8MixedPrecision, Int8MixedPrecision  # noqa: E402
 from tests.integrations.test_launchers import FENCE, PAGE, of_page  # noqa: E402
+from tests.train.problems import relative  # noqa: E402
 
 INT8, INT4 = lowbit.Int8WeightOnly(), lowbit.Int4WeightOnly(32)
 CONVOLUTIONS = {"*conv[12]": INT4, "*": INT4}
@@ -283,6 +284,35 @@ def test_a_part_that_became_low_bit_alone_is_described(tmp_path: Path) -> None:
     one = type(model).from_pretrained(tmp_path / "one")
     assert isinstance(one.transformer_blocks[0].attn.to_q.weight, lowbit.LowbitTensor)
     assert type(one.proj_out.weight) is nn.Parameter
+
+
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+def test_fused_adapters_keep_the_scale_that_siblings_share(scale: float) -> None:
+    """q, k and v in NVFP4: `fuse_lora` and `unfuse_lora` change them together, each once."""
+    model = built("flux")
+    lowbit.quantize_(model, {"*.to_[qkv]": lowbit.NVFP4WeightOnly()})
+    config = peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "proj_out"])
+    model.add_adapter(config)
+    torch.manual_seed(2)
+    for name, weight in model.named_parameters():
+        if "lora_" in name:
+            nn.init.normal_(weight, std=0.7)
+    attention = model.transformer_blocks[0].attn
+    q, k = attention.to_q, attention.to_k
+    expected = q.get_base_layer().weight.dequantize() + scale * q.get_delta_weight("default")
+    plain = copy.deepcopy(model.proj_out.get_base_layer().weight)
+    plain = plain + scale * model.proj_out.get_delta_weight("default")
+    for change in (lambda: model.fuse_lora(lora_scale=scale), model.unfuse_lora):
+        change()
+        scales = {
+            float(getattr(layer, "base_layer", layer).weight.global_scale)
+            for layer in (q, k, attention.to_v)
+        }
+        assert len(scales) == 1
+        if change is not model.unfuse_lora and q.merged:
+            assert relative(q.get_base_layer().weight.dequantize(), expected) < 0.15
+            torch.testing.assert_close(model.proj_out.get_base_layer().weight, plain)
+    assert not q.merged and not k.merged
 
 
 def test_convolutions_and_qat(tmp_path: Path) -> None:

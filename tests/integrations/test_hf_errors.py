@@ -40,7 +40,7 @@ def test_transformers_is_missing_or_too_old(found: str | None) -> None:
     said = imported(VERSION.format(found=found))
     what = "which is not installed" if found is None else "and 4.57.1 is installed"
     upgrade = "" if found is None else "--upgrade "
-    wanted = f"lowbit.hf needs transformers >= 5, {what}: pip install {upgrade}'lowbit[hf]'"
+    wanted = f"lowbit.hf needs transformers >= 5.4, {what}: pip install {upgrade}'lowbit[hf]'"
     assert said == f"ImportError: {wanted}"
 
 

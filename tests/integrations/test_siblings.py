@@ -253,3 +253,36 @@ def test_a_sibling_that_the_checkpoint_lacks(tmp_path: Path) -> None:
     assert torch.equal(q.global_scale, k.global_scale)
     expected = state["model.layers.0.self_attn.q_proj.weight"]
     assert (q.dequantize() - expected).norm() < 0.2 * expected.norm()
+
+
+@OVER
+@pytest.mark.parametrize("fits", [True, False], ids=["small", "large"])
+def test_adapters_that_layers_merge_one_by_one(scheme, part, fits: bool, tmp_path: Path) -> None:
+    """`layer.merge()` of PEFT knows no siblings. Their shared part stays while it reaches the sums; after larger ones
+    the export names the ways that keep it, and they do."""
+    peft = pytest.importorskip("peft")
+
+    def adapted() -> Any:
+        model = uneven()
+        lowbit.quantize_(model, {"lm_head": None, "*": scheme})
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["k_proj", "gate_proj"]))
+        for name, weight in model.named_parameters():
+            if "lora_" in name:  # k and gate are a fourth of q and up
+                nn.init.normal_(weight, std=0.02 if fits else 1.0)
+        return model
+
+    model = adapted()
+    for layer in model.modules():
+        if isinstance(layer, peft.tuners.lora.Linear):
+            layer.merge()
+    model = model.unload()
+    if fits:
+        lowbit.export(model, tmp_path / "out")
+    else:
+        with pytest.raises(FormatError, match=r"model\.merge_adapter\(\) or lowbit\.peft\.merge_"):
+            lowbit.export(model, tmp_path / "no")
+        model = adapted()
+        model.merge_adapter()
+        lowbit.export(model.unload(), tmp_path / "out")
+    assert_shared(tmp_path / "out", part, families=4)

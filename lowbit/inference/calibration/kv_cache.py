@@ -28,8 +28,8 @@ from lowbit.tracing.batches import call, hooked
 from lowbit.tracing.observer import Method, Observer, sum_over_ranks
 
 CacheFormat = Literal["float8"]
-_CACHES = "past_key_values", "layer_past"
-"""The arguments by which blocks of transformers take a cache."""
+_CACHES = "cache", "past_key_values", "layer_past"
+"""The arguments by which blocks of transformers take a cache: the first from 5.24 on."""
 _USES = "use_cache"
 
 
@@ -183,7 +183,7 @@ def _giving(model: nn.Module, block: nn.Module, utils: Any) -> Callable[..., Any
     """A hook that gives each call of the block a new cache, where it takes one."""
     signature = inspect.signature(block.forward)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
-    own = next((name for name in _CACHES if name in signature.parameters), _CACHES[0])
+    own = next((name for name in _CACHES if name in signature.parameters), _CACHES[1])
 
     def give(module: nn.Module, args: Any, kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)

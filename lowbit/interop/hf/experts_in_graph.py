@@ -1,5 +1,5 @@
-"""`lowbit.interop.hf.experts.product` for graphs of torch.compile, which take it whole. The import brings the compiler
-along, so only traced code imports this module."""
+"""`lowbit.interop.hf.frozen_experts.product` for graphs of torch.compile, which take it whole. The import brings the
+compiler along, so only traced code imports this module."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lowbit.interop.hf import experts
+from lowbit.interop.hf import frozen_experts
 from lowbit.linear.frozen.whole import taken_whole
 
 
 @taken_whole
 def product(x: Tensor, weight: Any, offs: Tensor) -> Tensor:
-    return experts.product(x, weight, offs)
+    return frozen_experts.product(x, weight, offs)

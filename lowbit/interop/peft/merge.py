@@ -43,11 +43,9 @@ from lowbit.progress import progress
 from lowbit.tensor.core.checks import check_weight
 from lowbit.tensor.core.dtensor import local
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
-from lowbit.tensor.frozen.requantize import check_room, requantize, widen, write
+from lowbit.tensor.frozen.requantize import REACH, check_room, requantize, widen, write
 from lowbit.tensor.trained.trainable import TrainableTensor
 
-CLIPPED = 1.01
-"""How far a sum may be beyond what the scales of siblings reach. Rounding moves the largest value by more."""
 LEAST = 20.0
 """The least signal-to-noise ratio, in dB, that siblings of a large sum keep: that of rounding to 4 bits."""
 
@@ -257,7 +255,7 @@ class _MergedSiblings:
         own = _joint_of(weight)
         needed = weight.spec.joint_part([values], own.dtype).to(own)
         ratio = needed / own if weight.spec.scales is None else own / needed
-        if not bool((ratio > CLIPPED).any()):
+        if not bool((ratio > REACH).any()):
             return
         joined = [w for w in self.weights if torch.equal(_joint_of(w), own)]
         self.kept.append(Kept(joined))

@@ -1,8 +1,10 @@
-"""PEFT's own `merge_adapter`, `unmerge_adapter` and `merge_and_unload` over siblings that share a part of their scales.
+"""PEFT's own `merge_adapter`, `unmerge_adapter` and `merge_and_unload`, and diffusers' `fuse_lora` and `unfuse_lora`,
+over siblings that share a part of their scales.
 
-PEFT changes one weight after the other, and each would take scales of its own. q, k and v in NVFP4 would then have
+They change one weight after the other, and each would take scales of its own. q, k and v in NVFP4 would then have
 three global scales, which servers that merge these layers refuse. So these methods first change such siblings together
-(`lowbit.interop.peft.merge.change_siblings`). PEFT then goes on with all other layers.
+(`lowbit.interop.peft.merge.change_siblings`), and then go on with all other layers. `layer.merge()` of one layer of
+PEFT knows no siblings: the shared part stays there as long as it reaches the sum (`TableTensor.requantize_`).
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ _CLASSES = {"peft.tuners.tuners_utils": "BaseTuner", "peft.tuners.mixed.model": 
 
 
 def listen() -> None:
-    """Wrap the methods as soon as PEFT is imported, or now."""
+    """Wrap the methods as soon as PEFT or diffusers is imported, or now."""
     for module in _CLASSES:
         when_imported(module, _wrap)
+    when_imported("diffusers.loaders.peft", _wrap_fuses)
 
 
 def _wrap(module: ModuleType) -> None:
@@ -70,5 +73,38 @@ def _together(method: Callable[..., Any]) -> Callable[..., Any]:
                 "ignore", "All adapters are already|Already (unmerged|following)"
             )
             return method(self, *args, **kwargs)
+
+    return changed
+
+
+def _wrap_fuses(module: ModuleType) -> None:
+    kind = getattr(module, "PeftAdapterMixin", None)
+    for name in ("fuse_lora", "unfuse_lora"):
+        method = getattr(kind, name, None)
+        if method is not None and hasattr(kind, f"_{name}_apply"):  # not in all releases
+            setattr(kind, name, _layer_by_layer(method, f"_{name}_apply"))
+
+
+def _layer_by_layer(method: Callable[..., Any], step: str) -> Callable[..., Any]:
+    """`method`, which calls `step` with each module of a model. Siblings take that step together, before all others."""
+
+    @functools.wraps(method)
+    def changed(self: Any, *args: Any, **kwargs: Any) -> Any:
+        merging = importlib.import_module("lowbit.interop.peft.merge")
+        layers, one = merging.layers_of(self), getattr(self, step)
+        done: set[int] = set()
+
+        def change(module: Any, *more: Any, **named: Any) -> None:
+            if not done:
+                names = merging.change_siblings(self, layers, lambda own: one(own, *more, **named))
+                done.update({id(layers[name]) for name in names}, {id(self)})
+            if id(module) not in done:
+                one(module, *more, **named)
+
+        self.__dict__[step] = change
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            del self.__dict__[step]
 
     return changed

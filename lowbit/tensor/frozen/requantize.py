@@ -14,6 +14,12 @@ from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.row_chunks import row_chunks
 from lowbit.tensor.core import check_finite, nears_end
 
+REACH = 1.01
+"""How far a value may be beyond what scales reach, to keep them. Rounding moves the largest one by more."""
+GAIN = 0.9
+"""New scales of a part that siblings may share (`Spec.joins`) replace present ones that reach the values where their
+squared error is below so much of that. Values change it by a few per cent, and a merge into one sibling keeps it."""
+
 
 def requantize(weight: Any, values: Tensor) -> None:
     """Write `values` [..., N, K] into the codes and scales of an AffineTensor of this shape that is not transposed."""
@@ -216,7 +222,10 @@ def _requantize(weight: Any, values: Tensor) -> None:
     new, _, _ = spec.quantize(x, qparams=qparams)
     own_error = _squared_error(weight, values, kept, *own)
     # squares of values beyond 1e19 are infinite by both scales, of which the new ones fit
-    keeps = own_error.isfinite() & (own_error <= _squared_error(weight, values, new, *qparams))
+    new_error = _squared_error(weight, values, new, *qparams)
+    if spec.joins and spec.scales is None:
+        own_error = torch.where(qparams[0] <= REACH * own[0], GAIN * own_error, own_error)
+    keeps = own_error.isfinite() & (own_error <= new_error)
     keeps_element = _for_elements(spec, keeps, x)
     weight.codes.copy_(weight._store(_where(keeps_element, kept, new), spec))
     for name, t in parts.items():

@@ -28,6 +28,7 @@ from lowbit.numerics.row_chunks import chunk_elements
 from lowbit.numerics.spec import Spec
 from lowbit.tensor.core import InnerShapes
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
+from lowbit.tensor.frozen.requantize import GAIN, REACH
 
 
 class TableTensor(AffineTensor):
@@ -116,12 +117,18 @@ class TableTensor(AffineTensor):
         return values.view(tuple(shape))
 
     def requantize_(self, values: Tensor) -> None:
-        """As `AffineTensor` does. The part that blocks share, such as `global_scale`, changes where that is nearer."""
+        """As `AffineTensor` does. The part that blocks share, such as `global_scale`, changes where that is nearer. One
+        that siblings may share changes where it does not reach the values, or the squared error falls by a tenth."""
         super().requantize_(values)
         if self.spec.scales is None or not self.spec.scales.shared or self.numel() == 0:
             return
         fresh = self._with(self._encode(values))
-        if _squared_error(fresh, values) < _squared_error(self, values):
+        joint, gain = self.spec.scales.joint, 1.0
+        if joint is not None and bool(
+            (getattr(self, joint) <= REACH * getattr(fresh, joint)).all()
+        ):
+            gain = GAIN
+        if _squared_error(fresh, values) < gain * _squared_error(self, values):
             for name, t in fresh.inner_tensors().items():
                 getattr(self, name).copy_(t)
 

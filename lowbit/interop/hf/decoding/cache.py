@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from lowbit.interop.hf.decoding.refused import refused
 from lowbit.linear.frozen.checks import autocast_dtype
@@ -30,6 +31,8 @@ from lowbit_kernels.decoding.decode_attention import decode_attention
 
 NAME = "lowbit_decoding"
 """The attention implementation, as configs name it."""
+CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
+"""The argument by which models take a cache: the first from transformers 5.24 on."""
 SCORE_BYTES = 2**28
 """Bytes of the scores that a part of a prompt may take where no kernel avoids them."""
 
@@ -111,6 +114,8 @@ class SlotLayer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return self.slots.capacity
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.13
 
 
 def autocast(t: Tensor) -> Tensor:

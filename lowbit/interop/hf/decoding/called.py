@@ -27,7 +27,9 @@ LOST = {
     "negative_prompt_ids": "it takes input_ids and attention_mask",
     "negative_prompt_attention_mask": "it takes input_ids and attention_mask",
     "stop_strings": "it stops at max_new_tokens, max_length and eos_token_id",
-    "past_key_values": 'it has a cache of its own, in 8 bits with kv_cache="int8"',
+    **dict.fromkeys(
+        ("cache", "past_key_values"), 'it has a cache of its own, in 8 bits with kv_cache="int8"'
+    ),
 }
 """Arguments of transformers' `generate` that it does not pass to a `custom_generate`, and why they are refused."""
 

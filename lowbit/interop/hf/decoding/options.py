@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers.generation import stopping_criteria as criteria
 from transformers.generation.configuration_utils import GenerationMode
 
+from lowbit.interop.hf.decoding.cache import CACHE
 from lowbit.interop.hf.decoding.choice import TokenChoice, checked_processors, hides_padding
 from lowbit.interop.hf.decoding.refused import refused
 
 CHUNK = 2048
 """Tokens of a prompt that the model reads at a time, without `prefill_chunk_size`."""
-OWN = ("attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep")
+OWN = ("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
 """Arguments of a model's forward that transformers makes for every call."""
 STATIC = ("static", "hybrid", "sliding_window")
 """Names of caches whose place the own one takes."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from lowbit.interop.hf.decoding.cache import SlotCache, SlotLayer, Slots
+from lowbit.interop.hf.decoding.cache import CACHE, SlotCache, SlotLayer, Slots
 from lowbit.interop.hf.decoding.choice import TokenChoice
 from lowbit.interop.hf.decoding.folding import fold
 from lowbit.interop.hf.decoding.refused import refused
@@ -301,9 +301,9 @@ def _logits(model: Any, ids: Tensor, position_ids: Tensor, cache: SlotCache) -> 
     out = model(
         input_ids=ids,
         position_ids=position_ids,
-        past_key_values=cache,
         use_cache=True,
         return_dict=True,
+        **{CACHE: cache},
         **only_last,
     )
     logits: Tensor = out.logits[:, -1]

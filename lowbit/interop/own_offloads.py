@@ -1,0 +1,88 @@
+"""accelerate's own `cpu_offload`, `disk_offload` and `dispatch_model` of a model with low-bit weights.
+
+They look for weights by the names of the parameters, which a state dict does not have for low-bit weights. So for such
+a model they get the weights by name (`lowbit.interop.accelerate`), as soon as accelerate is imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from lowbit.numerics.sharded import held_locally
+from lowbit.tensor.core.base import LowbitTensor
+from lowbit_kernels.runtime.when_imported import when_imported
+
+_MODULE = "accelerate.big_modeling"
+
+
+def listen() -> None:
+    """Wrap the functions as soon as accelerate is imported, or now."""
+    when_imported(_MODULE, _wrap)
+
+
+def _wrap(module: ModuleType) -> None:
+    for name, by_name in (
+        ("cpu_offload", _in_memory),
+        ("disk_offload", _on_disk),
+        ("dispatch_model", _dispatched),
+    ):
+        plain = getattr(module, name)
+        wrapped = _for_low_bits(plain, by_name)
+        for holder in (module, sys.modules.get("accelerate")):
+            if getattr(holder, name, None) is plain:
+                setattr(holder, name, wrapped)
+
+
+def _for_low_bits(plain: Callable[..., Any], by_name: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def offload(*args: Any, **kwargs: Any) -> Any:
+        bound = signature.bind(*args, **kwargs)
+        model, given = bound.arguments["model"], bound.arguments.get("state_dict")
+        parts = model.state_dict() if given is None and _has_low_bits(model) else {}
+        if not {n for n, _ in model.named_parameters()} - {*parts} or not parts:
+            return plain(*args, **kwargs)  # the model's own hooks name whole weights
+        return by_name(plain, dict(bound.arguments))
+
+    return offload
+
+
+def _has_low_bits(model: Any) -> bool:
+    return any(isinstance(held_locally(p), LowbitTensor) for p in model.parameters())
+
+
+def _in_memory(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
+    own = importlib.import_module("lowbit.interop.accelerate")
+    state = {n: t.detach().to("cpu") for n, t in own.tensors_of(given["model"])}
+    return plain(**{**given, "state_dict": state})
+
+
+def _on_disk(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
+    return importlib.import_module("lowbit.interop.accelerate").disk_offload(**given)
+
+
+def _dispatched(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """The weights that `device_map` places on the CPU, if others are elsewhere."""
+    places = given["device_map"]
+    if "disk" in places.values():
+        raise NotImplementedError(
+            'accelerate.dispatch_model of low-bit weights onto "disk"; accepted: devices and "cpu" in device_map, '
+            "or the whole model by lowbit.accelerate.disk_offload(model, folder, device)"
+        )
+    on_cpu = [name for name, device in places.items() if device == "cpu"]
+    if len({*places.values()}) < 2 or not on_cpu:
+        return plain(**given)
+    own = importlib.import_module("lowbit.interop.accelerate")
+    state = {
+        name: t.detach().to("cpu")
+        for name, t in own.tensors_of(given["model"])
+        if any(not top or name == top or name.startswith(f"{top}.") for top in on_cpu)
+    }
+    return plain(**{**given, "state_dict": state})
