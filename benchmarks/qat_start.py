@@ -1,12 +1,15 @@
 """What QAT wins back on six kinds of models, with present and with learned scales, beside torchao's fake quantization.
 
-    python -m benchmarks.qat_start [--size full|small] [--kinds TEXT,…] [--seeds 0,1,2,3,4] [--processes N] [--out DIR]
+    python -m benchmarks.qat_start [--size full|small|finished] [--kinds TEXT,…] [--seeds 0,1,2,3,4] [--processes N]
+        [--out DIR]
 
 Each model trains 700 steps of AdamW in high precision on bytes of English prose, at a rate that falls to half. From
 there 200 steps from that rate to zero with a new optimizer and the same batches: once in high precision, and for int4,
 int3 and int2 in groups of 32 inputs once with each method. All linears, convolutions and experts are rounded;
-embeddings are not. torchao's is not run where it leaves a layer alone (convolutions, experts). `--size small` is for a
-CPU: narrower models, fewer steps, fewer bytes a step.
+embeddings are not. torchao's is not run where it leaves a layer alone (convolutions, experts). An encoder learns from
+the bytes that are masked alone, so its model trains six times as many steps. `--size small` is for a CPU: narrower
+models, fewer steps, fewer bytes a step. With `--size finished` these models train until their rate is zero, and the
+steps after that run at a tenth of the first rate, so that methods differ less by chance.
 
     won back = (loss rounded − loss after QAT) / (loss rounded − loss in high precision), in nats of held-out text
 
@@ -57,12 +60,20 @@ class Size(NamedTuple):
     branch: int
     """Steps of a branch."""
     lr: float
-    """The first rate of the trunk. The branches start at half of it."""
+    """The first rate of the trunk."""
+    end: float
+    """Its last rate."""
+    branch_lr: float
+    """The first rate of a branch, which falls to zero."""
+
+    def trunk_of(self, kind: str) -> int:
+        return self.trunk * (6 if kind == "encoder" else 1)
 
 
 SIZES = {
-    "full": Size(128, 128, 16, 40, 700, 200, 1e-3),  # 0.6M to 0.7M parameters
-    "small": Size(64, 32, 8, 64, 500, 150, 2e-3),  # 0.15M to 0.2M parameters
+    "full": Size(128, 128, 16, 40, 700, 200, 1e-3, 5e-4, 5e-4),  # 0.6M to 0.7M parameters
+    "small": Size(64, 32, 8, 64, 500, 150, 2e-3, 1e-3, 1e-3),  # 0.15M to 0.2M parameters
+    "finished": Size(64, 32, 8, 400, 650, 150, 2e-3, 0.0, 2e-4),
 }
 LARGE = "decoder of 99M parameters"
 """The kind that needs a GPU, and trains in bfloat16 autocast."""
@@ -109,7 +120,7 @@ class Trial:
 
     def __init__(self, kind: str, seed: int, text: Tensor, size: Size) -> None:
         self.kind, self.device = kind, torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        steps, shape = size.trunk + size.branch, (size.windows, size.context)
+        steps, shape = size.trunk_of(kind) + size.branch, (size.windows, size.context)
         self.train = [t.to(self.device) for t in batches(text, kind, steps, *shape, seed)]
         found = batches(text, kind, size.heldout, *shape, 10_000, heldout=True)
         self.heldout = [t.to(self.device) for t in found]
@@ -182,11 +193,11 @@ def run_trial(
     names = [f"{m}-{bits}" for bits in bits_of for m in methods if applies(m, kind)]
     if all(name in record for name in names):
         return f"{kind}, seed {seed}: has everything"
-    began, trial = time.perf_counter(), Trial(kind, seed, text_in(out), SIZES[size])
-    first, trunk = SIZES[size].lr, SIZES[size].trunk
-    trial.train_(trial.model, 0, trunk, first, first / 2)
-    high, last = copy.deepcopy(trial.model), trunk + SIZES[size].branch
-    trial.train_(high, trunk, last, first / 2, 0.0)
+    began, own = time.perf_counter(), SIZES[size]
+    trial, trunk = Trial(kind, seed, text_in(out), own), own.trunk_of(kind)
+    trial.train_(trial.model, 0, trunk, own.lr, own.end)
+    high, last = copy.deepcopy(trial.model), trunk + own.branch
+    trial.train_(high, trunk, last, own.branch_lr, 0.0)
     record |= {"high": trial.measure(high), "trunk": trial.measure(trial.model)}
     for bits in bits_of:
         model = copy.deepcopy(high)
@@ -198,7 +209,7 @@ def run_trial(
         method, _, width = name.partition("-")
         model = copy.deepcopy(trial.model)
         METHODS[method](model, int(width), trial)
-        trial.train_(model, trunk, last, first / 2, 0.0)
+        trial.train_(model, trunk, last, own.branch_lr, 0.0)
         record[name] = trial.measure(model)
         path.write_text(json.dumps(record))
     shares = " ".join(f"{name} {share(record, name):.0f}" for name in names)

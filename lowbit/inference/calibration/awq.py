@@ -6,6 +6,7 @@ mean magnitude of channel j (arXiv 2306.00978). α is the one of a grid with the
     Σ over linears and inputs x of ‖(Q(W · s) / s − W) x‖²
 
 where Q rounds by the linear's scheme, from the smallest and largest values. α = 0 changes nothing, and is in the grid.
+That is the error before `GPTQ` makes up for any of it. So before `GPTQ`, AWQ helps where activations have outliers.
 """
 
 from __future__ import annotations
