@@ -100,11 +100,13 @@ def test_plan_fits_the_gpu_and_covers_all(
     summed_twice = group > 0 and not chosen.rounded
     registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
     assert registers * (2 if summed_twice else 1) <= {2: 128, 3: 96, 4: 64}[chosen.groups]
-    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, unpacking, chosen.chunk)
+    most = stages(*chosen[:3], chosen.split, unpacking, chosen.stage)
+    assert chosen.chunk == chosen.joined * chosen.stage
+    assert max(2, chosen.joined) <= chosen.stages == most // chosen.joined * chosen.joined
     tile = Tile(*chosen[:3])
     turns = tile.turns
     assert chosen.stages % turns == 0 and chosen.stages > turns
-    stage = weight_mm_large_batch_sm90._stage(tile, unpacking, chosen.chunk)
+    stage = weight_mm_large_batch_sm90._stage(tile, unpacking, chosen.stage)
     fixed = weight_mm_large_batch_sm90._fixed(*chosen[:3], chosen.split, unpacking)
     assert chosen.stages * (stage + 16) + fixed <= nvrtc.SHARED_LIMIT
     if tile.is_once(chosen.split):
@@ -150,7 +152,8 @@ def test_shapes_that_divide_badly_take_tiles_of_two_sizes(
 ) -> None:
     """1,024 tokens of 14336 x 4096 are 3.4 rounds of tiles of 256 x 128: one round of them, and three of 208 x 128."""
     chosen = plan(m, 14336, 4096, unpacking, 132)
-    assert (*chosen[:3], *chosen[-2:]) == (256, 128, 2, last_tokens, full_rows)
+    assert chosen[:3] == (256, 128, 2)
+    assert (chosen.last_tokens, chosen.full_rows) == (last_tokens, full_rows)
     once = plan(1024, 4096, 4096, unpacking, 132)  # 128 tiles: no round is left
     assert not once.last_tokens
 
