@@ -17,6 +17,7 @@ from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     TOKENS,
     LargeBatchDivision,
     Tile,
+    divisions,
     plan,
     stages,
 )
@@ -156,6 +157,26 @@ def test_shapes_that_divide_badly_take_tiles_of_two_sizes(
     assert (chosen.last_tokens, chosen.full_rows) == (last_tokens, full_rows)
     once = plan(1024, 4096, 4096, unpacking, 132)  # 128 tiles: no round is left
     assert not once.last_tokens
+
+
+@pytest.mark.parametrize(
+    ("unpacking", "k", "joined"),
+    [
+        (NF4, 4096, 4),
+        (NF4, 33 * 128, 2),
+        (NF4, 65 * 64, 1),  # scales of two stages would not be aligned
+        (INT4, 65 * 64, 2),
+        (INT4._replace(group=32), 4096, 2),
+        (Unpacking("E4M3", 8, 32, scale="E8M0", rounding="always"), 4096, 2),
+        (Unpacking("INT8", 8, 0), 4096, 1),
+    ],
+    ids=str,
+)
+def test_stages_whose_scales_are_read_together(unpacking: Unpacking, k: int, joined: int) -> None:
+    """By the number of groups that registers hold, and by K, since the scales of a chunk are one load."""
+    found = [p for p in divisions(1024, 14336, k, unpacking, 132) if p.tokens == 256]
+    assert found and {(p.joined, p.stage) for p in found} == {(joined, 64)}
+    assert all(p.stages % joined == 0 and p.chunk == 64 * joined for p in found)
 
 
 SCHEDULED = [  # rows of the weight that clusters share, and the plan
