@@ -329,7 +329,7 @@ def _chunk_clocks(plan: LargeBatchDivision, tokens: int, m: int, unpacking: Unpa
     slower = 1.05 if plan.beside > 1 else 1.0  # blocks that share copies wait for each other
     return max(
         plan.rows / 64 * _products(plan, tokens, unpacking) * slower,
-        (plan.rows * max(pitch, 128) * plan.joined + tokens * plan.chunk * 2 / plan.beside) / 52,
+        (plan.rows * max(pitch * plan.joined, 128) + tokens * plan.chunk * 2 / plan.beside) / 52,
         plan.rows * pitch * plan.joined * plan.clusters * plan.cluster / 2420 / min(columns, BAND),
     )
 
@@ -353,7 +353,7 @@ def _products(plan: LargeBatchDivision, tokens: int, unpacking: Unpacking) -> fl
         alone, slowed = alone + ZEROS.get(codes, 90), slowed + 40
     if unpacking.table and unpacking.bits == 4 and 128 < plan.tokens < 256:  # a denser table
         alone, slowed = alone + 75, slowed + 30
-    if plan.tokens == 256 and plan.joined > 1:
+    if plan.tokens == 256 and plan.joined > 1 and codes != "E4M3":
         slowed = slowed // 2
     each = {"INT4": 2.03, "INT8": 2.05}.get(codes, 2.14) if once else 3.19
     base = float(alone)
@@ -383,8 +383,8 @@ def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[tu
     """K of a chunk, and the pipeline stages that it takes: those of `chunk_of`, or more K, so that less is done a K."""
     own = chunk_of(tile, unpacking, k)
     if tile.tokens == 256:
-        joined = _joined(unpacking, k)
-        return ((STEP * joined, joined),) if joined > 1 else ((own, 1),)
+        most = _joined(unpacking, k)  # fewer divide K in finer parts
+        return tuple((STEP * n, n) for n in (4, 2) if n <= most) or ((own, 1),)
     if unpacking.codes != "INT4" or not (rounded and own == 128 and _pairs_groups(unpacking, k)):
         return ((own, 1),)
     return (own, 1), (2 * own, 2 if tile == (128, 128, 2) else 1)
@@ -402,7 +402,7 @@ def _joined(unpacking: Unpacking, k: int) -> int:
         fits = 4 * STEP // group * own <= 32  # bytes of a row
     else:
         fits = group % 128 == 0
-    if fits and k % (4 * STEP) == 0 and unpacking.codes != "E4M3":
+    if fits and k % (4 * STEP) == 0 and "E4M3" not in (unpacking.codes, unpacking.scale):
         return 4
     return 2 if k % (2 * STEP) == 0 or not unpacking.scales_pairs else 1
 
