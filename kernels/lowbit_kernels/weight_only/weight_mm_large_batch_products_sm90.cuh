@@ -335,7 +335,8 @@ struct Consumer {
                 else product_wait<1>();
                 keep(own);
                 if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank, divided);
-                if (later && piece % OF_STAGE == 1) release(address(shared.empty) + ring.slot * 8 + (later - 1) * 8, rank, divided);
+                if (later && piece % OF_STAGE == 1)
+                    release(address(shared.empty) + ring.slot * 8 + (later - 1) * 8, rank, divided);
                 if constexpr (!EARLY) load_piece(stage + codes, piece);
                 if constexpr (CODES == LOOKUP || SCALED) {
                     unpack(own, loaded, step_of(piece), place, pairs, group[subtile][0], group[subtile][1],
@@ -352,8 +353,8 @@ struct Consumer {
                 product_fence();
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
-                    const int k = (step_of(piece) + i) % (STAGE_K / 16);
-                    const uint64 b = tokens + later * (STAGE_BYTES / 16) + k / 4 * (TOKEN_BYTES / BOXES / 16) + k % 4 * 2;
+                    const int k = (step_of(piece) + i) % (STAGE_K / 16), box = k / 4 * (TOKEN_BYTES / BOXES / 16);
+                    const uint64 b = tokens + later * (STAGE_BYTES / 16) + box + k % 4 * 2;
                     multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
                 }
                 product_commit();
