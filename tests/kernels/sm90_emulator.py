@@ -145,7 +145,7 @@ def schedule_of(
     """For a division with the same tiles, and M, N and K: int32 [tiles, 7], what blocks do; see `SCHEDULE`."""
     own = Unpacking("INT4", 4, 128, rounding="large")
     code = weight_mm_large_batch_sm90.source(
-        torch.float16, torch.float16, own, compiled[:8], compiled.last_tokens
+        torch.float16, torch.float16, own, compiled[:8], compiled.last_tokens, compiled.joined
     )
     scheduled = _library(code, torch.float16, SCHEDULE).scheduled
 

@@ -17,7 +17,7 @@ from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     LargeBatchDivision,
     LargeBatchProduct,
     Tile,
-    chunk_of,
+    _chunks,
     stages,
     takes,
 )
@@ -77,11 +77,12 @@ def divided(
     assert own is not None
     shape = Tile(*tile)
     rounded = own.rounds(0) if rounded is None else rounded
-    chunk = chunk_of(shape, own, product.x.shape[1])
-    depth = stages(*tile, split, own, chunk)
+    ((chunk, joined), *_) = _chunks(shape, own, product.x.shape[1], rounded)
+    depth = stages(*tile, split, own, chunk // joined) // joined * joined
     if shape.tokens < 128:  # more chunks than stages
         depth = min(depth, 2 * shape.turns + (shape.turns == 1))
-    return LargeBatchDivision(*tile, beside, split, rounded, chunk, depth, clusters)
+    plan = (*tile, beside, split, rounded, chunk, depth, clusters)
+    return LargeBatchDivision(*plan, joined=joined)
 
 
 # ---- formats and tables ----------------------------------------------------------------------------------------------
@@ -206,6 +207,10 @@ EMULATED = [
     ("int5", (256, 128, 2), {"rounded": True, "split": 2}),
     ("int7", (256, 128, 2), {"rounded": True, "beside": 2}),
     ("int3-value", (256, 128, 2), {}),
+    # chunks of four stages
+    ("nf4", (256, 128, 2), {"rounded": True}),
+    ("nvfp4", (256, 128, 2), {"split": 2, "clusters": 2}),
+    ("uint8", (256, 128, 2), {"rounded": True}),
 ]
 
 

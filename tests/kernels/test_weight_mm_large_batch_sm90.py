@@ -202,6 +202,11 @@ def mixed(tokens: int, full_rows: int, of: LargeBatchDivision) -> LargeBatchDivi
     return of._replace(last_tokens=tokens, full_rows=full_rows)
 
 
+def joined(of: LargeBatchDivision, chunk: int = 128, stages: int = 2) -> LargeBatchDivision:
+    """The same with chunks of so many stages."""
+    return of._replace(chunk=chunk, joined=stages, stages=4)
+
+
 EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more chunks than stages, ragged shapes
     (planned(16, 128, 4, 1, 2, 1), 20, 200, 1000, 4, 128),
     (planned(16, 256, 4, 1, 4, 1), 17, 1, 1100, 4, 64),
@@ -266,6 +271,13 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
     (mixed(64, 1, planned(96, 192, 3, 1, 1, 2)), 150, 700, 500, 8, 0),
     (mixed(80, 1, planned(128, 256, 2, 1, 1, 3)), 200, 600, 270, 4, 0),
     (mixed(48, 1, planned(64, 128, 2, 1, 1, 2)), 100, 300, 400, 4, 64),
+    # chunks of two and four stages
+    (joined(planned(128, 128, 2, 1, 1, 1, rounded=True), 256), 100, 130, 1200, 4, 128),
+    (joined(planned(256, 128, 2, 1, 1, 1, rounded=True), 256, 4), 60, 260, 1500, 4, 128),
+    (joined(planned(256, 128, 2, 1, 1, 1, rounded=True)), 100, 260, 1000, 4, 128),
+    (joined(planned(256, 128, 2, 2, 1, 1, rounded=True)), 60, 520, 700, 8, 64),  # divided, too
+    (joined(planned(256, 128, 2, 1, 2, 1, rounded=True)), 250, 128, 650, 4, 128),
+    (mixed(208, 1, joined(planned(256, 128, 2, 1, 1, 2, rounded=True))), 250, 264, 700, 4, 32),
 ]
 
 

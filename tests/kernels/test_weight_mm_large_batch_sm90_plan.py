@@ -17,6 +17,7 @@ from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
     TOKENS,
     LargeBatchDivision,
     Tile,
+    divisions,
     plan,
     stages,
 )
@@ -100,11 +101,13 @@ def test_plan_fits_the_gpu_and_covers_all(
     summed_twice = group > 0 and not chosen.rounded
     registers = chosen.tokens // 2 * max(chosen.rows // 64 // chosen.groups, 1)
     assert registers * (2 if summed_twice else 1) <= {2: 128, 3: 96, 4: 64}[chosen.groups]
-    assert 2 <= chosen.stages == stages(*chosen[:3], chosen.split, unpacking, chosen.chunk)
+    most = stages(*chosen[:3], chosen.split, unpacking, chosen.stage)
+    assert chosen.chunk == chosen.joined * chosen.stage
+    assert max(2, chosen.joined) <= chosen.stages == most // chosen.joined * chosen.joined
     tile = Tile(*chosen[:3])
     turns = tile.turns
     assert chosen.stages % turns == 0 and chosen.stages > turns
-    stage = weight_mm_large_batch_sm90._stage(tile, unpacking, chosen.chunk)
+    stage = weight_mm_large_batch_sm90._stage(tile, unpacking, chosen.stage)
     fixed = weight_mm_large_batch_sm90._fixed(*chosen[:3], chosen.split, unpacking)
     assert chosen.stages * (stage + 16) + fixed <= nvrtc.SHARED_LIMIT
     if tile.is_once(chosen.split):
@@ -150,9 +153,31 @@ def test_shapes_that_divide_badly_take_tiles_of_two_sizes(
 ) -> None:
     """1,024 tokens of 14336 x 4096 are 3.4 rounds of tiles of 256 x 128: one round of them, and three of 208 x 128."""
     chosen = plan(m, 14336, 4096, unpacking, 132)
-    assert (*chosen[:3], *chosen[-2:]) == (256, 128, 2, last_tokens, full_rows)
+    assert chosen[:3] == (256, 128, 2)
+    assert (chosen.last_tokens, chosen.full_rows) == (last_tokens, full_rows)
     once = plan(1024, 4096, 4096, unpacking, 132)  # 128 tiles: no round is left
     assert not once.last_tokens
+
+
+@pytest.mark.parametrize(
+    ("unpacking", "k", "joined"),
+    [
+        (NF4, 4096, 4),
+        (NF4, 33 * 128, 2),
+        (NF4, 65 * 64, 1),  # scales of two stages would not be aligned
+        (INT4, 65 * 64, 2),
+        (INT4._replace(group=32), 4096, 2),
+        (Unpacking("E4M3", 8, 32, scale="E8M0", rounding="always"), 4096, 2),
+        (Unpacking("INT8", 8, 0), 4096, 1),
+    ],
+    ids=str,
+)
+def test_stages_whose_scales_are_read_together(unpacking: Unpacking, k: int, joined: int) -> None:
+    """By the number of groups that registers hold, and by K, since the scales of a chunk are one load."""
+    found = [p for p in divisions(1024, 14336, k, unpacking, 132) if p.tokens == 256]
+    assert {p.joined for p in found} == {4: {2, 4}, 2: {2}, 1: {1}}[joined]
+    assert all(p.stages % p.joined == 0 and p.chunk == 64 * p.joined for p in found)
+    assert plan(1024, 4096, k, unpacking, 132)[0::11] == (256, joined)
 
 
 SCHEDULED = [  # rows of the weight that clusters share, and the plan

@@ -159,7 +159,9 @@ struct Scales {
         } else if constexpr (SCALE == E8M0) {  // 2**-127 is a subnormal number
             result.scale = larger_halves(permute(scale[i / 4], 0, 0x0404 + i % 4 * 0x1010) >> 1, 0x00400040);
         } else if constexpr (SCALE == E4M3) {  // sign, exponent and mantissa where bfloat16 has them: 2**-120 of it
-            result.scale = permute(scale[i / 4], 0, 0x8080 + i % 4 * 0x1111) << 4 & 0x87f087f0;
+            const uint32 four = scale[i / 4], low = four << 4 & 0xf0f0f0f0;
+            const uint32 high = masked_or(four, 0x80808080, four >> 4 & 0x07070707);
+            result.scale = permute(low, high, 0x4040 + i % 4 * 0x1111);
         } else {
             const uint32 bits = SCALE == FP32 ? scale[i] : scale[i / 2] >> i % 2 * 16 & 0xffff;
             const float number = SCALE == FP32 ? bits_float(bits) : from_half(bits);

@@ -278,7 +278,9 @@ struct Consumer {
     }
 
     MEMBER void load_piece(uint32 at, int piece) {
-        load_codes(loaded, at + piece / HALVES % SUBTILES * (64 / SPREAD) * PITCH, step_of(piece));
+        const int later = piece / OF_STAGE, subtile = piece / HALVES % SUBTILES;
+        const uint32 from = at + later * STAGE_BYTES + later % 2 * (ROW_BYTES % 16) + subtile * (64 / SPREAD) * PITCH;
+        load_codes(loaded, from, step_of(piece) % (STAGE_K / 16));
     }
 
     // Adds the products of chunks first..last - 1 to `sums`, or to `totals` where groups have separate sums; both begin
@@ -303,15 +305,15 @@ struct Consumer {
         if constexpr (RELATIVE) find_tops();
         if constexpr (GROUP == 0) take_fetched(0);
         int before = -1;
-        const Ring after = ring.after(last - first);
+        const Ring after = ring.after((last - first) * JOINED);
         ring = ring.after(others);
-        for (int chunk = first + others; chunk < (int)end; chunk += turns, ring.advance(turns)) {
+        for (int chunk = first + others; chunk < (int)end; chunk += turns, ring.advance(turns * JOINED)) {
             if constexpr (GROUP > 0) {
                 take_fetched(chunk);
                 fetch(chunk + turns);
             }
             barrier_wait(address(shared.full) + ring.slot * 8, ring.parity);
-            const uint32 stage = base + ring.slot * STAGE_BYTES + chunk % 2 * (ROW_BYTES % 16);
+            const uint32 stage = base + ring.slot * STAGE_BYTES + (JOINED == 1 ? chunk % 2 * (ROW_BYTES % 16) : 0);
             // The shuffle tells the compiler that the value is uniform, so that one instruction adds to its 64 bits.
             // Otherwise each half is moved at each use.
             const uint32 low = __shfl_sync(0xffffffff, operands + ring.slot * (STAGE_BYTES / 16), 0);
@@ -320,7 +322,12 @@ struct Consumer {
 #pragma unroll
             for (int piece = 0; piece < PIECES * SUBTILES; ++piece) {
                 const int subtile = piece / HALVES % SUBTILES, half = piece % HALVES, part = piece / (HALVES * SUBTILES);
+                const int later = piece / OF_STAGE;  // than the chunk's first stage
                 uint32(&own)[STEPS * 4] = a[piece % 2];
+                if (later && piece % OF_STAGE == 0) {
+                    barrier_wait(address(shared.full) + ring.slot * 8 + later * 8, ring.parity);
+                    if constexpr (EARLY) load_piece(stage + codes, piece);
+                }
                 // Waits until the products of the piece before the last one are done with these registers. Where the
                 // last piece ended a group, it waits for that one, too: the compiler can't tell whose sums are read,
                 // and would serialise the products.
@@ -328,6 +335,8 @@ struct Consumer {
                 else product_wait<1>();
                 keep(own);
                 if (piece == 1 && before >= 0) release(address(shared.empty) + before * 8, rank, divided);
+                if (later && piece % OF_STAGE == 1)
+                    release(address(shared.empty) + ring.slot * 8 + (later - 1) * 8, rank, divided);
                 if constexpr (!EARLY) load_piece(stage + codes, piece);
                 if constexpr (CODES == LOOKUP || SCALED) {
                     unpack(own, loaded, step_of(piece), place, pairs, group[subtile][0], group[subtile][1],
@@ -335,7 +344,7 @@ struct Consumer {
                 } else {
                     unpack(own, loaded, step_of(piece), place, group[subtile][0], group[subtile][1], seen[subtile]);
                 }
-                if (EARLY && piece + 1 < PIECES * SUBTILES) load_piece(stage + codes, piece + 1);
+                if (EARLY && (piece + 1) % OF_STAGE) load_piece(stage + codes, piece + 1);
                 if (FLUSH && piece % (HALVES * SUBTILES) == 0) {
                     product_wait<0>();
                     flush_all(totals, sums, pending, part);
@@ -344,14 +353,14 @@ struct Consumer {
                 product_fence();
 #pragma unroll
                 for (int i = 0; i < STEPS; ++i) {
-                    const int k = step_of(piece) + i;
-                    const uint64 b = tokens + k / 4 * (TOKEN_BYTES / BOXES / 16) + k % 4 * 2;
+                    const int k = (step_of(piece) + i) % (STAGE_K / 16), box = k / 4 * (TOKEN_BYTES / BOXES / 16);
+                    const uint64 b = tokens + later * (STAGE_BYTES / 16) + box + k % 4 * 2;
                     multiply(sums[subtile], own + i * 4, b, !FLUSH || half > 0 || i > 0);
                 }
                 product_commit();
                 if constexpr (ORDERED) named_barrier_arrive(3 - threadIdx.x / 128, WARPS * 32);
             }
-            before = ring.slot;
+            before = ring.slot + JOINED - 1;
         }
         product_wait<0>();
         keep(a[0]), keep(a[1]);

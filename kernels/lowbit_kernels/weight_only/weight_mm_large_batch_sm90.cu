@@ -21,8 +21,10 @@
 //   GROUPS             warp groups that multiply: 2, 3 or 4
 //   BESIDE             1 or 2 blocks of a cluster, on adjacent rows; each loads half of the tokens for both
 //   SPLIT              1, 2, 4 or 8 blocks of a cluster that share a tile's K (split-K)
-//   CHUNK              K of a pipeline stage: 64, 128 or 256; 256 with groups of 128 needs an even number of them in a row
-//   STAGES             pipeline stages, in a ring
+//   CHUNK              K whose scales are read together: 64, 128 or 256; 256 with groups of 128 needs an even number of
+//                      them in a row
+//   JOINED             pipeline stages of a chunk: 1, 2 or 4
+//   STAGES             pipeline stages, in a ring, a multiple of JOINED
 //   LAST_TOKENS        of the tiles of the last rows, where they have fewer: a multiple of 16; else 0. SPLIT is 1
 //   EXPERTS, GATED     see weight_mm_experts_large_sm90.cuh; undefined without experts
 //
@@ -440,12 +442,12 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if constexpr (LAST_TOKENS > 0) prefetch(x_last);
     }
     if (!EXPERTS && threadIdx.x == GROUPS * 128) fetch(codes, epilogue, shape, rank);
-    if constexpr (CODES == LOOKUP) {
-        fill_lookup(memory + LOOKUP_AT, THREADS);
-        named_barrier_sync(1, THREADS);
-    }
     __syncwarp();
     cluster_arrive();
+    if (CODES == LOOKUP && threadIdx.x < GROUPS * 128) {  // the producer doesn't wait for it
+        fill_lookup(memory + LOOKUP_AT, GROUPS * 128);
+        named_barrier_sync(1, WARPS * 32);
+    }
     cluster_wait();  // all barriers are initialised
     wait_for_previous();
 #if EXPERTS

@@ -53,11 +53,17 @@ class LargeBatchDivision(NamedTuple):
     beside: int  # blocks of a cluster on adjacent rows, which share copies of tokens
     split: int  # blocks of a cluster that share a tile's K (split-K)
     rounded: bool  # scales are multiplied into the weights
-    chunk: int  # of K, in a pipeline stage
+    chunk: int  # of K, whose scales are read together: `joined` pipeline stages
     stages: int
     clusters: int
     last_tokens: int = 0  # of a tile in the last rows; 0: as of the others
     full_rows: int = 0  # rows of tiles before the last ones
+    joined: int = 1  # pipeline stages of a chunk: 1, 2 or 4
+
+    @property
+    def stage(self) -> int:
+        """K of a pipeline stage."""
+        return self.chunk // self.joined
 
     @property
     def cluster(self) -> int:
@@ -167,19 +173,19 @@ def divisions(
     Args: those of `plan`.
     """
     return [
-        LargeBatchDivision(*tile, beside, split, rounds, chunk, depth, clusters)
+        LargeBatchDivision(*tile, beside, split, rounds, chunk, depth, clusters, joined=joined)
         for tile, rounds in _tiles(m, unpacking)
-        for chunk in _chunks(tile, unpacking, k, rounds)
+        for chunk, joined in _chunks(tile, unpacking, k, rounds)
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= -(-k // chunk) and tile.rows // 16 % split == 0
-        if beside == 1 or tile.lanes == 1
+        if beside == 1 or (tile.lanes == 1 and (joined == 1 or tile.tokens == 256))
         if not tile.overlaps or ((beside, split) == (2, 1) and unpacking.bits < 8)
-        for depth in [stages(*tile, split, unpacking, chunk)]
-        if depth >= max(3, 2 * tile.turns)
+        for depth in [stages(*tile, split, unpacking, chunk // joined) // joined * joined]
+        if depth >= max(3, 2 * tile.turns, joined)
         for clusters in [_clusters(m, n, tile, beside, split, multiprocessors)]
         if not tile.is_once(split) or clusters == tile.clusters(m, n, beside)
-        if _ring_holds_sums(tile, beside, split, depth * _stage(tile, unpacking, chunk))
+        if _ring_holds_sums(tile, beside, split, depth * _stage(tile, unpacking, chunk // joined))
     ]
 
 
@@ -324,16 +330,16 @@ def _mixing(plan: LargeBatchDivision) -> float:
     """The factor by which tiles of two sizes took longer than the estimate, in 240 plans on an H200."""
     if plan.groups == 3:
         return 1.05
-    return 1.055 if plan.chunk == STEP and plan.rounded else 1.01
+    return 1.04 if plan.stage == STEP and plan.rounded and plan.joined < 4 else 1.01
 
 
 def _chunk_clocks(plan: LargeBatchDivision, tokens: int, m: int, unpacking: Unpacking) -> float:
-    pitch, columns = _pitch(plan.chunk, unpacking.bits), -(-m // tokens)
+    pitch, columns = _pitch(plan.stage, unpacking.bits), -(-m // tokens)
     slower = 1.05 if plan.beside > 1 else 1.0  # blocks that share copies wait for each other
     return max(
         plan.rows / 64 * _products(plan, tokens, unpacking) * slower,
-        (plan.rows * max(pitch, 128) + tokens * plan.chunk * 2 / plan.beside) / 52,
-        plan.rows * pitch * plan.clusters * plan.cluster / 2420 / min(columns, BAND),
+        (plan.rows * max(pitch * plan.joined, 128) + tokens * plan.chunk * 2 / plan.beside) / 52,
+        plan.rows * pitch * plan.joined * plan.clusters * plan.cluster / 2420 / min(columns, BAND),
     )
 
 
@@ -356,6 +362,8 @@ def _products(plan: LargeBatchDivision, tokens: int, unpacking: Unpacking) -> fl
         alone, slowed = alone + ZEROS.get(codes, 90), slowed + 40
     if unpacking.table and unpacking.bits == 4 and 128 < plan.tokens < 256:  # a denser table
         alone, slowed = alone + 75, slowed + 30
+    if plan.tokens == 256 and plan.joined > 1 and codes != "E4M3":
+        slowed = slowed // 2
     each = {"INT4": 2.03, "INT8": 2.05}.get(codes, 2.14) if once else 3.19
     base = float(alone)
     if plan.groups == 4:  # more warps, which hide more of the latency
@@ -380,11 +388,32 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
     return 256 if narrow and bits == 4 and _pairs_groups(unpacking, k) else 128
 
 
-def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[int, ...]:
-    """K of a pipeline stage: `chunk_of`, and where int4 is rounded also the double."""
+def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[tuple[int, int], ...]:
+    """K of a chunk, and the pipeline stages that it takes: those of `chunk_of`, or more K, so that less is done a K."""
     own = chunk_of(tile, unpacking, k)
-    doubles = rounded and unpacking.codes == "INT4" and own == 128 and _pairs_groups(unpacking, k)
-    return (own, 2 * own) if doubles else (own,)
+    if tile.tokens == 256:
+        most = _joined(unpacking, k)  # fewer divide K in finer parts
+        return tuple((STEP * n, n) for n in (4, 2) if n <= most) or ((own, 1),)
+    if unpacking.codes != "INT4" or not (rounded and own == 128 and _pairs_groups(unpacking, k)):
+        return ((own, 1),)
+    return (own, 1), (2 * own, 2 if tile == (128, 128, 2) else 1)
+
+
+def _joined(unpacking: Unpacking, k: int) -> int:
+    """Stages of 64 K in a chunk of a tile of 256 tokens: four, two where more registers than there are would hold the
+    scales, or where four were slower, and one where there is nothing to read for a chunk."""
+    group = unpacking.group
+    if not group:
+        return 1
+    if unpacking.scales_pairs:
+        sizes = {"FP32": 4, "E4M3": 1, "E8M0": 1}
+        own = sizes.get(unpacking.scale, 2) + (0, 1, 4, 2)[unpacking.zero]
+        fits = 4 * STEP // group * own <= 32  # bytes of a row
+    else:
+        fits = group % 128 == 0
+    if fits and k % (4 * STEP) == 0 and "E4M3" not in (unpacking.codes, unpacking.scale):
+        return 4
+    return 2 if k % (2 * STEP) == 0 or not unpacking.scales_pairs else 1
 
 
 def _pairs_groups(unpacking: Unpacking, k: int) -> bool:
@@ -469,7 +498,7 @@ class LargeBatchProduct(OneLaunch):
         x_pitch = even(k) if self.copies_x or m == 1 else x.strides[0]
         share, height = plan.tokens // plan.beside, _box_rows(plan.rows)
         pitch = codes.strides[0] if n > 1 else row
-        self.codes_map = (1, n, row, pitch, height, _pitch(plan.chunk, operands.bits))
+        self.codes_map = (1, n, row, pitch, height, _pitch(plan.stage, operands.bits))
         self.x_map = (2, m, k, x_pitch, share, 64)
         self.last_map = (2, m, k, x_pitch, plan.last_tokens // plan.beside, 64)
         wide = n % 8 == 0 and (residual is None or residual.misaligned == 0)
@@ -482,7 +511,7 @@ class LargeBatchProduct(OneLaunch):
         )
         own = unpacking_of(operands)
         assert own is not None
-        self.macros = (x.dtype, operands.out, own, plan[:8], plan.last_tokens)
+        self.macros = (x.dtype, operands.out, own, plan[:8], plan.last_tokens, plan.joined)
 
     def launch(self) -> Launch:
         maps = [Map(CODES, *self.codes_map), Map(X, *self.x_map)]
@@ -510,11 +539,12 @@ def source(
     unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
     last_tokens: int = 0,
+    joined: int = 1,
 ) -> str:
     """The CUDA C++ to compile; `shape` is the first fields of a `LargeBatchDivision`, without its clusters."""
     fields = ("TOKENS", "ROWS", "GROUPS", "BESIDE", "SPLIT", "ROUNDED", "CHUNK", "STAGES")
     macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
-    macros |= dict(zip(fields, shape, strict=True)) | {"LAST_TOKENS": last_tokens}
+    macros |= dict(zip(fields, shape, strict=True)) | {"LAST_TOKENS": last_tokens, "JOINED": joined}
     tiles = "weight_only/weight_mm_large_batch_tiles_sm90.cuh"
     headers = *SM90, "weight_only/weight_lookup_sm90.cuh", tiles
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
@@ -531,11 +561,12 @@ def _kernel(
     unpacking: Unpacking,
     shape: tuple[int, int, int, int, int, bool, int, int],
     last_tokens: int,
+    joined: int,
     device: int,
 ) -> nvrtc.Kernel:
-    code = source(dtype, out, unpacking, shape, last_tokens)
+    code = source(dtype, out, unpacking, shape, last_tokens, joined)
     tokens, rows, groups, _, split, _, chunk, stages = shape
-    shared = stages * (_stage(Tile(tokens, rows, groups), unpacking, chunk) + 16)
+    shared = stages * (_stage(Tile(tokens, rows, groups), unpacking, chunk // joined) + 16)
     shared += _fixed(tokens, rows, groups, split, unpacking)
     more = 1 if last_tokens else 0
     sizes = 17 + 3 * more

@@ -24,16 +24,18 @@ static constexpr int SPREAD = GATED ? 2 : 1;                  // a warp has 16 /
 static constexpr int BELOW = GATED ? ROWS / 2 : 8;            // rows of a stage between a thread's two rows
 static_assert(!EXPERTS || (SPLIT == 1 && LANES == 1 && !OVERLAP && TOKENS % (16 * SPREAD) == 0), "");
 static_assert(STAGES % TURNS == 0, "");
+static_assert(JOINED == 1 || TURNS == 1 && SUBTILES == 1 && STAGES % JOINED == 0, "");
 static constexpr int CLUSTER = BESIDE * SPLIT;                // blocks
 static constexpr int SOURCES = SPLIT * LANES;                 // of a tile's sums
 static constexpr int WARPS = 4 * GROUPS;                      // that multiply
 static constexpr int THREADS = 128 * (GROUPS + 1);            // of these warps and the producer's warp group
-static constexpr int ROW_BYTES = CHUNK * BITS / 8;            // of a row of codes in a chunk
+static constexpr int STAGE_K = CHUNK / JOINED;                // K of a pipeline stage
+static constexpr int ROW_BYTES = STAGE_K * BITS / 8;          // of a row of codes in a stage
 // The same in a stage. The TMA copies multiples of 16 bytes from multiples of 16 on, so 8 bytes before or behind may be
 // those of another chunk. An odd multiple leaves eight rows in different banks.
 static constexpr int PITCH = ROW_BYTES % 16 ? (ROW_BYTES + 15) / 32 * 32 + 16 : ROW_BYTES;
-static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * CHUNK * 2;
-static constexpr int BOXES = CHUNK / 64;                     // of tokens in a stage, with rows of 128 bytes
+static constexpr int CODE_BYTES = HELD * PITCH, TOKEN_BYTES = TOKENS * STAGE_K * 2;
+static constexpr int BOXES = STAGE_K / 64;                   // of tokens in a stage, with rows of 128 bytes
 static constexpr int BOX_ROWS = OVERLAP ? 64 : ROWS % 128 ? ROWS : 128;  // of codes
 static constexpr int FETCHED = 32 * 1024;                    // most bytes of scales that are prefetched
 static constexpr int STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
@@ -53,6 +55,8 @@ static constexpr int STEPS = FOUR ? 4 : 2;
 static constexpr bool ORDERED = CODES == LOOKUP && GROUPS == 2 && LANES == 1 && TOKENS >= 64 && TOKENS <= 128;
 static constexpr int WORDS = STEPS * BITS / 2;  // of a row's codes in a piece
 static constexpr int PIECES = CHUNK / 16 / STEPS, HALVES = PIECES / SUMMED;  // in a chunk, in a part
+static constexpr int OF_STAGE = PIECES * SUBTILES / JOINED;  // pieces
+static_assert(JOINED == 1 || OF_STAGE > 1, "a warp leaves a stage at the second piece of the next one");
 // Whether a piece's codes are loaded while the products of the previous piece are issued, where registers suffice.
 static constexpr bool EARLY = GROUPS == 2 || SUMS * (FLUSH ? 2 : 1) < (GROUPS == 3 ? 80 : 64);
 static constexpr uint32 LESS = FOLDED ? 40 * 0x00800080 : 0;
@@ -200,7 +204,7 @@ DEVICE void fetch(const TensorMap &codes, const Epilogue &epilogue, const Shape 
     if (!schedule.take()) return;
 #pragma unroll
     for (int i = 0; i < HELD; i += BOX_ROWS)
-        if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * ROW_BYTES & ~15, schedule.row + i);
+        if (!schedule.leaves(i, 0)) prefetch_box(codes, schedule.first * JOINED * ROW_BYTES & ~15, schedule.row + i);
     const long long row = shape.groups * (long long)SCALE_BYTES;
     const char *from = (const char *)epilogue.scale + schedule.row * row;
     const long long bytes = min(HELD, shape.n - schedule.row) * row, ahead = -(long long)from & 15;
@@ -214,23 +218,23 @@ DEVICE void produce(Shared &shared, const TensorMap &codes, const TensorMap &x, 
     const unsigned short all = ((1 << BESIDE) - 1) << rank / BESIDE * BESIDE;
     Ring ring;
     for (Schedule schedule(shape, rank); schedule.take();) {
-        for (int chunk = schedule.first; chunk < schedule.last; ++chunk, ring.advance()) {
+        for (int part = schedule.first * JOINED; part < schedule.last * JOINED; ++part, ring.advance()) {
             const uint32 full = shared_address(&shared.full[ring.slot]), to = shared_address(shared.stage[ring.slot]);
             barrier_wait(shared_address(&shared.empty[ring.slot]), ring.parity ^ 1);
             const bool less = OVERLAP && ring.slot % 2 != rank;
-            const int fewer = LAST_TOKENS && schedule.is_last ? (TOKENS - LAST_TOKENS) * CHUNK * 2 : 0;
+            const int fewer = LAST_TOKENS && schedule.is_last ? (TOKENS - LAST_TOKENS) * STAGE_K * 2 : 0;
             barrier_expect(full, STAGE_BYTES - (less ? BOX_ROWS * PITCH : 0) - fewer);
             if (less)  // for the four warps of these rows, at both blocks
                 for (int i = 0; i < 8; ++i) barrier_arrive(shared_address(&shared.empty[ring.slot]), i % 2);
 #pragma unroll
             for (int i = 0; i < HELD; i += GATED ? min(BELOW, 128) : BOX_ROWS)
                 if (!schedule.leaves(i, ring.slot))
-                    load_box(codes, chunk * ROW_BYTES & ~15, schedule.row_at(i), to + i * PITCH, full);
+                    load_box(codes, part * ROW_BYTES & ~15, schedule.row_at(i), to + i * PITCH, full);
 #pragma unroll
             for (int box = 0; box < BOXES; ++box) {
                 const int share = LAST_TOKENS && schedule.is_last ? last_half : half;
                 const uint32 there = to + CODE_BYTES + box * (TOKEN_BYTES / BOXES) + share * 128;
-                const int k = chunk * CHUNK + box * 64;
+                const int k = part * STAGE_K + box * 64;
                 if (LAST_TOKENS && schedule.is_last) {
                     if constexpr (BESIDE == 1) load_box(x_last, k, schedule.token, there, full);
                     else load_box(x_last, k, schedule.token + share, there, full, all);
