@@ -16,7 +16,7 @@
 static constexpr int PARTS = GROUP && GROUP < CHUNK ? CHUNK / GROUP : 1;  // units of a chunk
 static constexpr int UNITS = PERIOD * PARTS;
 static_assert(GROUP % CHUNK == 0 || GROUP == 64, "");
-static constexpr int WINDOW = 16;
+static constexpr int WINDOW = 8;  // chunks: SPAN of quantize_rows_sm90.cu
 
 // Without zero points `four_of` gives 16 times the codes. Sums of PERIOD chunks are at most 2**23, and with zero points
 // below 2**20. Those of WINDOW chunks are too if the magnitudes of a token's codes add up to at most 2**16.
