@@ -93,10 +93,11 @@ def _kernel(dtype: torch.dtype, *macros: object) -> Callable[..., None]:
 def _library(code: str, dtype: torch.dtype, more: str) -> ctypes.CDLL:
     """A source of the large-batch kernel, compiled for the CPU. more: the text that comes behind it."""
     folder = Path(weight_mm_large_batch_sm90.__file__).parents[1]
-    ptx, lookup, tiles, products, kernel = (
+    ptx, words, lookup, tiles, products, kernel = (
         (folder / f).read_text()
         for f in (
             "runtime/ptx.cuh",
+            "runtime/load_words.cuh",
             "weight_only/weight_lookup_sm90.cuh",
             "weight_only/weight_mm_large_batch_tiles_sm90.cuh",
             "weight_only/weight_mm_large_batch_products_sm90.cuh",
@@ -114,6 +115,7 @@ template <int SUMS> static inline void multiply(float (&sums)[SUMS], const uint3
         [
             defines,
             HEADER.read_text(),
+            words,
             lookup,
             tiles,
             multiply,

@@ -14,10 +14,13 @@ from tests.kernels import emulator, w4a8_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_decode_sm90_gpu import BOUND, exact, operands, tensors_of
 
-LARGE, SMALL, SPLIT = DIVISIONS = (
+LARGE, SMALL, SPLIT, MIXED, LANES, BOTH = DIVISIONS = (
     W4A8Division(128),
     W4A8Division(64),
     W4A8Division(64, split=2),
+    W4A8Division(112, last_tokens=48, full_rows=1),
+    W4A8Division(64, lanes=2),
+    W4A8Division(64, split=2, lanes=2),
 )
 SHAPES = [
     (5, 140, 256, 128, False, torch.bfloat16, LARGE),
@@ -28,6 +31,10 @@ SHAPES = [
     (40, 131, 256, 128, True, torch.bfloat16, SPLIT),  # fewer chunks than a period
     (70, 140, 1216, 64, True, torch.float16, SMALL),  # groups within a chunk
     (100, 200, 1216, 64, False, torch.bfloat16, SPLIT),
+    (130, 600, 512, 128, False, torch.bfloat16, MIXED),
+    (70, 200, 3584, 128, False, torch.bfloat16, LANES),
+    (130, 130, 2048, 128, True, torch.float16, BOTH),
+    (12, 40, 4608, 128, False, torch.bfloat16, LARGE),  # sums begin anew within a tile
 ]
 
 
@@ -68,8 +75,10 @@ def assert_close(out: Tensor, case: dict) -> None:
 @pytest.mark.parametrize(
     ("m", "n", "k", "group", "zero", "dtype", "division"),
     [
-        *SHAPES[1:-1],
-        *(pytest.param(*SHAPES[i], marks=pytest.mark.exhaustive) for i in (0, -1)),
+        *(
+            pytest.param(*s, marks=pytest.mark.exhaustive if i in (0, 6) else ())
+            for i, s in enumerate(SHAPES)
+        ),
     ],
 )
 def test_emulated(
@@ -105,6 +114,22 @@ def test_sums_of_large_codes_are_exact(sign: float) -> None:
     case["codes"] = torch.zeros(16, 512, dtype=torch.uint8)
     case["scale"], case["bias"], case["residual"] = torch.full((16, 1), 2.0**-9).half(), None, None
     assert torch.equal(emulated(case), torch.full((2, 16), -sign * 1024 * 8 * 2.0**-9).half())
+
+
+@pytest.mark.skipif(not COMPILER, reason="no g++")
+@pytest.mark.parametrize(("code", "quiet"), [(60.0, True), (70.0, False)])
+@pytest.mark.parametrize("sign", [-1.0, 1.0])
+def test_sums_of_1024_codes_are_exact(sign: float, code: float, quiet: bool) -> None:
+    """The largest sums of tokens that are quiet, whose sums begin anew after 1,024 codes."""
+    case = case_of(2, 16, 4096, 0, False, torch.float16, "cpu")
+    case["x"] = torch.full((2, 4096), sign * code).half()
+    case["x"][:, ::1024] = sign * (127.0 if sign > 0 else 128.0)
+    case["codes"] = torch.zeros(16, 2048, dtype=torch.uint8)
+    case["scale"], case["bias"], case["residual"] = torch.full((16, 1), 2.0**-9).half(), None, None
+    with emulator.rows_quantization():
+        scale = quantize_rows_sm90.turned_codes(case["x"]).scale
+    assert torch.equal(scale, torch.full((2,), 1.0 if quiet else -1.0))
+    assert torch.equal(emulated(case), exact(**case).half())
 
 
 @pytest.mark.parametrize("group", [16, 32, 96, 192])

@@ -21,8 +21,9 @@ FOOTERS = {"INT4": FOOTER.format("int", "from_s8"), "E2M1": FOOTER.format("float
 PRODUCT = """
 extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
-        w4a8_mm(described(m), described(m + 7), described(m + 14), (const void *)a[0], (const signed char *)a[1],
-                     (const void *)a[2], (const float *)a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10]);
+        w4a8_mm(described(m), described(m + 7), described(m + 14), described(m + 21), described(m + 28),
+                (const void *)a[0], (const signed char *)a[1], (const void *)a[2], (const float *)a[3], a[4], a[5],
+                a[6], a[7], a[8], a[9], a[10], a[11], a[12]);
     });
 }
 """
@@ -32,7 +33,8 @@ def _kernel(codes: str, *macros: object) -> Callable[..., None]:
     code = w4a8_mm_sm90.source(codes, *macros[:-1])  # type: ignore[arg-type]
     folder = Path(w4a8_mm_sm90.__file__).parents[1]
     _, *consumer = w4a8_mm_sm90.CONSUMERS[codes]
-    files = ("runtime/ptx.cuh", "matmul/w4a8_tiles_sm90.cuh", *consumer, "matmul/w4a8_mm_sm90.cu")
+    tiles = "runtime/load_words.cuh", "matmul/w4a8_tiles_sm90.cuh"
+    files = ("runtime/ptx.cuh", *tiles, *consumer, "matmul/w4a8_mm_sm90.cu")
     ptx, *kernel = ((folder / f).read_text() for f in files)
     defines = code[: code.index(ptx)]
     parts = [defines, HEADER.read_text(), FOOTERS[codes], *kernel, DESCRIBED, PRODUCT]

@@ -16,9 +16,9 @@ DEVICE void numbers_of(uint32 word, uint2 magnitudes, uint32 &first, uint32 &las
 
 typedef uint32 Operand[STEPS][4];
 
-// The exponents of a chunk's groups, a byte each, for a thread's two rows.
+// The exponents of a period's groups, a word for each chunk, for a thread's two rows.
 struct Exponents {
-    uint32 of[2];
+    uint32 of[2][PERIOD];
 };
 
 // A thread's sums of rows lane / 4 and lane / 4 + 8 of its warp's 16.
@@ -30,12 +30,12 @@ struct Consumer {
     Ring ring;
     long long first[2];    // index of the rows' first group
     int top[2];            // exponent of the rows in this pass
-    Exponents next, after;
+    Exponents own, next;   // of this period and the next one
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *ranges, const Shape &shape,
-                    const Schedule &schedule)
+                    const Schedule &schedule, const float *)
         : shared(shared), exponents((const unsigned char *)scale),
-          largest((const unsigned char *)ranges + shape.spans()), shape(shape), schedule(schedule) {}
+          largest((const unsigned char *)ranges + shape.spans()), shape(shape), schedule(schedule), ring{turn() * PERIOD} {}
 
     // Writes magnitudes of E2M1 times 2^(6 - below), for below = 0 .. OCTAVES - 1, then zeros. A barrier of the block follows.
     static MEMBER void prepare(Shared &shared) {
@@ -48,77 +48,86 @@ struct Consumer {
     }
 
     MEMBER Exponents fetched(int chunk) const {
-        Exponents result;
-        const int group = chunk * STEPS;
+        Exponents result = {};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-            if (shape.groups % STEPS == 0) {
-                result.of[i] = *(const uint32 *)&exponents[first[i] + min(group, shape.groups - STEPS)];
-            } else {
-                result.of[i] = 0;
+            const int last = shape.groups - PERIOD * STEPS;  // codes beyond K are zeros
+            if constexpr (VECTOR) load_words<PERIOD * STEPS>(result.of[i], exponents + first[i] + min(chunk * STEPS, last));
 #pragma unroll
-                for (int j = 0; j < STEPS; ++j)
-                    result.of[i] |= exponents[first[i] + min(group + j, shape.groups - 1)] << 8 * j;
-            }
+            for (int j = 0; !VECTOR && j < PERIOD * STEPS; ++j)
+                result.of[i][j / STEPS] |= exponents[first[i] + min(chunk * STEPS + j, shape.groups - 1)] << j % STEPS * 8;
         }
         return result;
     }
 
-    // Unpacks the codes in the ring's present slot.
-    MEMBER void unpack(Operand &a, const Exponents &own) const {
-        each_word(shared, ring, [&](uint32 word, int step, int i) {
-            const uint32 below = top[i] - byte_of(own.of[i], step);
-            numbers_of(word, shared.numbers[min(below, (uint32)OCTAVES)], a[step][i], a[step][i + 2]);
-        });
+    // Unpacks the codes in slot `slot` of the ring, chunk `i` of the period of `groups`.
+    MEMBER void unpack(Operand &a, int slot, uint32 parity, const Exponents &groups, int i) const {
+        barrier_wait(shared_address(&shared.full[slot]), parity);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            uint32 words[4];
+            half_words(shared, slot, half, words);
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+                const int step = half * HALF + j / 2, row = j % 2;
+                const uint32 below = top[row] - byte_of(groups.of[row][i], step);
+                numbers_of(words[j], shared.numbers[min(below, (uint32)OCTAVES)], a[step][row], a[step][row + 2]);
+            }
+        }
     }
 
     // Adds the sums of PERIOD chunks. Products are not in flight when it ends: across iterations of a loop, the compiler
     // would serialise them.
-    MEMBER void add_period(float (&totals)[SUMS], Operand (&a)[2], int chunk) {
-        float sums[SUMS];
-        int before = 0;
+    template <int COUNT>
+    MEMBER void add_period(float (&totals)[COUNT], Operand (&a)[2], int chunk) {
+        float sums[COUNT];
+        const int slot = ring.slot;
+        const uint32 parity = ring.parity, tokens = tokens_at(shared, slot);
+        const bool more = chunk + TURN < schedule.last;
+        ring.advance(TURN);
+        if (more) next = fetched(chunk + TURN);
 #pragma unroll
         for (int i = 0; i < PERIOD; ++i) {
-            const uint32 tokens = tokens_at(shared, ring.slot);
             product_fence();
 #pragma unroll
             for (int step = 0; step < STEPS; ++step)
-                multiply(sums, a[i % 2][step], (uint64)OPERAND_HIGH << 32 | tokens + 2 * step, i > 0 || step > 0);
+                multiply(sums, a[i % 2][step], (uint64)OPERAND_HIGH << 32 | tokens + i * (STAGE_BYTES / 16) + 2 * step,
+                         i > 0 || step > 0);
             product_commit();
             if (i > 0) {
                 product_wait<1>();
-                release(shared, schedule, before);
+                release(shared, schedule, slot + i - 1);
             }
-            before = ring.slot;
-            ring.advance();
-            const Exponents fetching = fetched(chunk + i + 3);
-            if (i + 1 < PERIOD || chunk + PERIOD < schedule.last) unpack(a[(i + 1) % 2], next);
-            next = after, after = fetching;
+            if (i + 1 < PERIOD) unpack(a[(i + 1) % 2], slot + i + 1, parity, own, i + 1);
+            else if (more) unpack(a[0], ring.slot, ring.parity, next, 0);
         }
+        own = next;
         product_wait<0>();
-        release(shared, schedule, before);
+        release(shared, schedule, slot + PERIOD - 1);
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) in_use(sums[i]), totals[i] += sums[i];
+        for (int i = 0; i < COUNT; ++i) in_use(sums[i]), totals[i] += sums[i];
     }
 
     // The scaled sums of the block's chunks of the tile whose rows of this thread begin at `row`.
-    MEMBER void sum(float (&totals)[SUMS], int row) {
+    template <int COUNT>
+    MEMBER void sum(float (&totals)[COUNT], int row) {
         Operand a[2];
-        int own[2];
+        int highest[2];
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) totals[i] = 0.0f;
+        for (int i = 0; i < COUNT; ++i) totals[i] = 0.0f;
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int at = min(row + i * 8, shape.n - 1);
-            own[i] = largest[at], first[i] = (long long)at * shape.groups;
+            highest[i] = largest[at], first[i] = (long long)at * shape.groups;
         }
         for (int pass = schedule.passes - 1; pass >= 0; --pass) {
-            for (int i = 0; i < 2; ++i) top[i] = own[i] - OCTAVES * pass;
-            next = fetched(schedule.first + 1), after = fetched(schedule.first + 2);
-            unpack(a[0], fetched(schedule.first));
-            for (int chunk = schedule.first; chunk < schedule.last; chunk += PERIOD) add_period(totals, a, chunk);
+            for (int i = 0; i < 2; ++i) top[i] = highest[i] - OCTAVES * pass;
+            own = fetched(schedule.first + turn() * PERIOD);
+            unpack(a[0], ring.slot, ring.parity, own, 0);
+            for (int chunk = schedule.first + turn() * PERIOD; chunk < schedule.last; chunk += TURN)
+                add_period(totals, a, chunk);
 #pragma unroll
-            for (int i = 0; i < SUMS; ++i) totals[i] *= pass ? 0x1p-15f : power_of(own[i / 2 % 2]);
+            for (int i = 0; i < COUNT; ++i) totals[i] *= pass ? 0x1p-15f : power_of(highest[i / 2 % 2]);
         }
     }
 

@@ -3,33 +3,47 @@
 //
 // Sums are scaled without a conversion. An int32 in 0 .. 2**24 has the bits of the float that is 2**-149 times as
 // large. So sums begin at BASE, stay positive, and one fused multiplication and addition scales each. They are not set
-// to zero for the next group:
-//   sum_g scale[g] * (S[g] - S[g - 1]) = sum_g (scale[g] - scale[g + 1]) * S[g],  where S[g] is the sum up to g.
-// After PERIOD chunks they begin at BASE again. On an H200 all other instructions add to the time of the products, about
-// two clocks each. Four warp groups, turns of two, halves of the tokens, codes unpacked between the instructions of the
-// units, and two sets of sums, of which one is scaled while the other multiplies, were not faster.
+// to zero for the next unit, a chunk or a group within it:
+//   sum_u scale[u] * (S[u] - S[u - 1]) = sum_u (scale[u] - scale[u + 1]) * S[u],  where S[u] is the sum up to u.
+// The two warp groups take turns to begin products: one scales its sums while the units multiply for the other.
+//
+// Sums begin at BASE again at multiples of PERIOD chunks, or of WINDOW chunks if no token of the tile is loud: those of a
+// token that is not cannot leave the range. quantize_rows_sm90.cu finds which are, and gives them a negative scale.
+//
+// On an H200 all other instructions add to the time of the products. Three and four warp groups, halves of the tokens, two
+// sets of sums of which one is scaled while the other multiplies, and codes unpacked between products were not faster.
 
-static constexpr int PARTS = GROUP && GROUP < CHUNK ? CHUNK / GROUP : 1;  // groups of a chunk
+static constexpr int PARTS = GROUP && GROUP < CHUNK ? CHUNK / GROUP : 1;  // units of a chunk
+static constexpr int UNITS = PERIOD * PARTS;
 static_assert(GROUP % CHUNK == 0 || GROUP == 64, "");
-static constexpr int WINDOW = 3;  // see `window`
+static constexpr int WINDOW = 8;  // chunks: SPAN of quantize_rows_sm90.cu
 
-// Without zero points `four_of` gives 16 times the codes. A chunk's sum is at most 2**21, and with them below 2**18.
+// Without zero points `four_of` gives 16 times the codes. Sums of PERIOD chunks are at most 2**23, and with zero points
+// below 2**20. Those of WINDOW chunks are too if the magnitudes of a token's codes add up to at most 2**16.
 static constexpr int BASE = ZERO ? 1 << 20 : 1 << 23;
 // Scales are multiplied by 2**100, so that nothing is subnormal but the sums themselves.
 static constexpr float UP = 0x1p100f, BASE_UP = BASE * 0x1p-49f, UNIT = ZERO ? 0x1p49f : 0x1p45f;
 
-// Scales and zero points of a chunk's groups as stored in memory, for a thread's two rows.
+// Scales and zero points of a period's units as stored in memory, for a thread's two rows.
 struct Fetched {
-    uint32 scale[PARTS][2];
-    int zero[PARTS][2];
+    static constexpr int NUMBERS = GROUP ? UNITS : 1, WORDS = SCALE == FP32 ? NUMBERS : (NUMBERS + 1) / 2;
+    uint32 scale[2][WORDS], zero[2][(NUMBERS + 3) / 4];
 
-    MEMBER float number(int part, int i) const {
-        const uint32 bits = scale[part][i];
-        return SCALE == FP32 ? bits_float(bits) : SCALE == FP16 ? from_half(bits) : bits_float(bits << 16);
+    MEMBER float number(int unit, int i) const {
+        const int at = GROUP ? unit : 0;
+        if constexpr (SCALE == FP32) return bits_float(scale[i][at]);
+        const uint32 pair = scale[i][at / 2];
+        if constexpr (SCALE == FP16) return from_half(at % 2 ? pair >> 16 : pair & 0xffff);
+        return bits_float(at % 2 ? pair & 0xffff0000 : pair << 16);
+    }
+    // The zero point plus 8, in each byte.
+    MEMBER uint32 zeros(int unit, int i) const {
+        const int at = GROUP ? unit : 0;
+        return permute(masked_xor(zero[i][at / 4], 0x0f0f0f0f, 0x08080808), 0, at % 4 * 0x1111);
     }
 };
 
-typedef uint32 Operand[STEPS][4];
+typedef uint32 Operand[HALF][4];  // of half a chunk
 
 DEVICE void in_use(int &x) { asm volatile("" : "+r"(x)::"memory"); }
 
@@ -40,107 +54,178 @@ struct Consumer {
     const signed char *zero;
     const Shape &shape;
     const Schedule &schedule;
-    Ring ring;
+    const float *token_scale;
+    Ring ring;           // its slot is a multiple of PERIOD
     long long first[2];  // index of the rows' first group
-    Fetched window[WINDOW];  // of this chunk and those after
-    int slot[2];             // of the unpacked chunks
-    uint32 tokens[2];
+    Fetched own, next;   // of this period and the next one
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape,
-                    const Schedule &schedule)
-        : shared(shared), scale(scale), zero(zero), shape(shape), schedule(schedule) {}
+                    const Schedule &schedule, const float *token_scale)
+        : shared(shared), scale(scale), zero(zero), shape(shape), schedule(schedule), token_scale(token_scale),
+          ring{turn() * PERIOD} {
+        if (LANES == 1 && threadIdx.x >= 128) pass_turn();  // the first group begins
+    }
 
     static MEMBER void prepare(Shared &) {}
 
     MEMBER Fetched fetched(int chunk) const {
-        Fetched result;
+        constexpr int BYTES = SCALE == FP32 ? 4 : 2;
+        Fetched result = {};
 #pragma unroll
-        for (int part = 0; part < PARTS; ++part) {
-            const int group = GROUP == 0 ? 0 : min((chunk * CHUNK + part * GROUP) / GROUP, shape.groups - 1);
+        for (int i = 0; i < 2; ++i) {
+            if constexpr (VECTOR) {
+                const long long at = first[i] + min(chunk * PARTS, shape.groups - UNITS);  // codes beyond K are zeros
+                load_words<UNITS * BYTES>(result.scale[i], (const char *)scale + at * BYTES);
+                if constexpr (ZERO) load_words<UNITS>(result.zero[i], zero + at);
+                continue;
+            }
 #pragma unroll
-            for (int i = 0; i < 2; ++i) {
-                const long long at = first[i] + group;
-                if constexpr (SCALE == FP32) result.scale[part][i] = ((const uint32 *)scale)[at];
-                else result.scale[part][i] = ((const unsigned short *)scale)[at];
-                result.zero[part][i] = ZERO ? zero[at] : 0;
+            for (int unit = 0; unit < Fetched::NUMBERS; ++unit) {
+                const int k = chunk * CHUNK + unit * (CHUNK / PARTS);
+                const long long at = first[i] + (GROUP ? min(k / GROUP, shape.groups - 1) : 0);
+                if constexpr (BYTES == 4) result.scale[i][unit] = ((const uint32 *)scale)[at];
+                else result.scale[i][unit / 2] |= (uint32)((const unsigned short *)scale)[at] << unit % 2 * 16;
+                if constexpr (ZERO) result.zero[i][unit / 4] |= (uint32)(unsigned char)zero[at] << unit % 4 * 8;
             }
         }
         return result;
     }
 
-    // Unpacks the codes in the ring's present slot.
-    MEMBER void unpack(Operand &a, const Fetched &groups) const {
-        each_word(shared, ring, [&](uint32 word, int step, int i) {
-            const int own = groups.zero[step * PARTS / STEPS][i];
-            a[step][i] = four_of<false, ZERO>(word, own);
-            a[step][i + 2] = four_of<true, ZERO>(word, own);
-        });
-    }
-
-    // Begins the products of a part of a chunk.
-    MEMBER void multiply_part(int (&sums)[SUMS], const Operand &a, uint32 tokens, int part) const {
-        product_fence();
+    // Unpacks half of the codes in slot `slot` of the ring, chunk `i` of the period of `groups`.
+    MEMBER void unpack(Operand &a, int slot, int half, const Fetched &groups, int i) const {
+        uint32 words[4];
+        half_words(shared, slot, half, words);
 #pragma unroll
-        for (int i = part * (STEPS / PARTS); i < (part + 1) * (STEPS / PARTS); ++i)
-            multiply(sums, a[i], (uint64)OPERAND_HIGH << 32 | tokens + 2 * i, 1);
-        product_commit();
-    }
-
-    // Unpacks the codes of the next chunk of the ring, chunk `i` of a period, with groups `groups`.
-    MEMBER void take(Operand (&a)[2], int i, const Fetched &groups) {
-        slot[i % 2] = ring.slot, tokens[i % 2] = tokens_at(shared, ring.slot);
-        unpack(a[i % 2], groups);
-        ring.advance();
-    }
-
-    // Adds the scaled sums of PERIOD chunks. Products are not in flight when it ends: across iterations of a loop, the
-    // compiler would serialise them.
-    MEMBER void add_period(float (&totals)[SUMS], Operand (&a)[2], int chunk) {
-        constexpr int UNITS = PERIOD * PARTS;
-        const float base[2] = {window[0].number(0, 0) * BASE_UP, window[0].number(0, 1) * BASE_UP};
-        int sums[SUMS];
-#pragma unroll
-        for (int i = 0; i < SUMS; ++i) totals[i] -= base[i / 2 % 2], sums[i] = BASE, in_use(sums[i]);
-        multiply_part(sums, a[0], tokens[0], 0);
-#pragma unroll
-        for (int unit = 0; unit < UNITS; ++unit) {
-            const int i = unit / PARTS, part = unit % PARTS, later = part + 1;
-            const bool ends = unit + 1 == UNITS, is_last = later == PARTS;
-            const bool takes = part == 0 && (i + 1 < PERIOD || chunk + PERIOD < schedule.last);
-            float factor[2];
-#pragma unroll
-            for (int j = 0; j < 2; ++j) {
-                const float other = ends ? 0.0f : window[later / PARTS].number(later % PARTS, j);
-                factor[j] = UP * (window[0].number(part, j) - other);
-            }
-            if (takes) take(a, i + 1, window[1]);
-            product_wait<0>();
-#pragma unroll
-            for (int j = 0; j < SUMS; ++j) in_use(sums[j]);
-            if (is_last) release(shared, schedule, slot[i % 2]);
-#pragma unroll
-            for (int j = 0; (GROUP || ends) && j < SUMS; ++j)
-                totals[j] = fma_exactly(bits_float(sums[j]), factor[j / 2 % 2], totals[j]);
-            const int next = (unit + 1) / PARTS % 2;
-            if (!ends) multiply_part(sums, a[next], tokens[next], later % PARTS);
-            if (is_last) {
-#pragma unroll
-                for (int j = 0; j + 1 < WINDOW; ++j) window[j] = window[j + 1];
-                window[WINDOW - 1] = fetched(chunk + i + WINDOW);
-            }
+        for (int j = 0; j < 4; ++j) {
+            const uint32 own_zero = ZERO ? groups.zeros(i * PARTS + half * (PARTS - 1), j % 2) : 0;
+            a[j / 2][j % 2] = four_of<false, ZERO>(words[j], own_zero);
+            a[j / 2][j % 2 + 2] = four_of<true, ZERO>(words[j], own_zero);
         }
     }
 
-    // The scaled sums of the block's chunks of the tile whose rows of this thread begin at `row`.
-    MEMBER void sum(float (&totals)[SUMS], int row) {
-        Operand a[2];
+    // Waits for a slot. Codes that were unpacked before stay so: the compiler would unpack them after the wait for products,
+    // which is when the units are idle. It can't, since it must have them if the slot is not full yet.
+    MEMBER void wait_with(Operand (&a)[2], int slot, uint32 parity) const {
+        const uint32 full = shared_address(&shared.full[slot]);
+        if (barrier_is_over(full, parity)) return;
+        barrier_wait(full, parity);
+        const uint32 zero = shape.m >> 31;
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) totals[i] = 0.0f;
+        for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int i = 0; i < HALF; ++i)
+#pragma unroll
+                for (int j = 0; j < 4; ++j) a[half][i][j] |= zero;
+    }
+
+    // Begins the products of halves `first` .. `end` - 1 of a chunk.
+    template <int COUNT>
+    MEMBER void begin_products(int (&sums)[COUNT], const Operand (&a)[2], uint32 tokens, int first, int end) const {
+        product_fence();
+#pragma unroll
+        for (int i = first * HALF; i < end * HALF; ++i)
+            multiply(sums, a[i / HALF][i % HALF], (uint64)OPERAND_HIGH << 32 | tokens + 2 * i, 1);
+        product_commit();
+    }
+
+    // The factors of a unit's sums. `begins`: the next period's sums begin at BASE.
+    MEMBER void factors_of(float (&factor)[2], int unit, bool begins, bool more) const {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const bool is_own = unit + 1 < UNITS;
+            const float other = is_own ? own.number(unit + 1, i) : begins || !more ? 0.0f : next.number(0, i);
+            factor[i] = UP * (own.number(unit, i) - other);
+            in_use(factor[i]);
+        }
+    }
+
+    // Adds the scaled sums of a unit, whose products are done.
+    template <int COUNT>
+    MEMBER void add_unit(float (&totals)[COUNT], int (&sums)[COUNT], const float (&factor)[2]) const {
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) in_use(sums[i]);
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) totals[i] = fma_exactly(bits_float(sums[i]), factor[i / 2 % 2], totals[i]);
+    }
+
+    MEMBER void await_turn() const {
+        if constexpr (LANES == 1) named_barrier_sync(4 + threadIdx.x / 128, 256);
+    }
+    MEMBER void pass_turn() const {
+        if constexpr (LANES == 1) named_barrier_arrive(4 + (threadIdx.x / 128 ^ 1), 256);
+    }
+
+    // Adds the scaled sums of PERIOD chunks, whose first codes `a` has, and unpacks the first codes of the next ones.
+    // Products are not in flight when it ends: across iterations of a loop, the compiler would serialise them.
+    // begin, begins: whether sums begin at BASE, now and in the next period.
+    template <int COUNT>
+    MEMBER void add_period(float (&totals)[COUNT], int (&sums)[COUNT], Operand (&a)[2][2], int chunk, bool begin,
+                           bool begins) {
+        const int slot = ring.slot;
+        const uint32 parity = ring.parity, tokens = tokens_at(shared, slot);
+        ring.advance(TURN);
+        const bool more = chunk + TURN < schedule.last;
+        if (more) next = fetched(chunk + TURN);
+        if (begin) {
+            const float base[2] = {own.number(0, 0) * BASE_UP, own.number(0, 1) * BASE_UP};
+#pragma unroll
+            for (int i = 0; i < COUNT; ++i) totals[i] -= base[i / 2 % 2], sums[i] = BASE, in_use(sums[i]);
+        }
+#pragma unroll
+        for (int unit = 0; unit < UNITS; ++unit) {
+            const int i = unit / PARTS, part = unit % PARTS;
+            const bool ends = i + 1 == PERIOD;
+            const uint32 here = tokens + i * (STAGE_BYTES / 16);
+            await_turn();
+            begin_products(sums, a[i % 2], here, part, part + 2 / PARTS);
+            pass_turn();
+            float factor[2];
+            factors_of(factor, unit, begins, more);
+            if (part == 0) {
+                if (!ends || more) {
+#pragma unroll
+                    for (int half = 0; half < 2; ++half) {
+                        unpack(a[(i + 1) % 2][half], ends ? ring.slot : slot + i + 1, half, ends ? next : own, ends ? 0 : i + 1);
+                    }
+                }
+                if (i + 2 < PERIOD) wait_with(a[(i + 1) % 2], slot + i + 2, parity);
+                else if (more) wait_with(a[(i + 1) % 2], ring.slot + i + 2 - PERIOD, ring.parity);
+            }
+            product_wait<0>();
+            if (GROUP || (ends && (begins || !more))) add_unit(totals, sums, factor);
+            if (part + 1 == PARTS) release(shared, schedule, slot + i);
+        }
+        own = next;
+    }
+
+    // Chunks after which the tile's sums begin at BASE again.
+    MEMBER int window() const {
+        uint32 is_loud = 0;
+#pragma unroll
+        for (int i = 0; i < TOKENS; i += 32)
+            is_loud |= float_bits(token_scale[min(schedule.token + i + (int)threadIdx.x % 32, shape.m - 1)]) >> 31;
+        return warp_max(is_loud) ? PERIOD : WINDOW;
+    }
+
+    // The scaled sums of the block's chunks of the tile whose rows of this thread begin at `row`.
+    template <int COUNT>
+    MEMBER void sum(float (&totals)[COUNT], int row) {
+        Operand a[2][2];
+        int sums[COUNT];
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) totals[i] = 0.0f, sums[i] = BASE;
 #pragma unroll
         for (int i = 0; i < 2; ++i) first[i] = (long long)min(row + i * 8, shape.n - 1) * shape.groups;
+        const int begin_at = schedule.first + turn() * PERIOD;
+        own = fetched(begin_at);
+        const int most = window();
+        barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
 #pragma unroll
-        for (int i = 0; i < WINDOW; ++i) window[i] = fetched(schedule.first + i);
-        take(a, 0, window[0]);
-        for (int chunk = schedule.first; chunk < schedule.last; chunk += PERIOD) add_period(totals, a, chunk);
+        for (int half = 0; half < 2; ++half) unpack(a[0][half], ring.slot, half, own, 0);
+        barrier_wait(shared_address(&shared.full[ring.slot + 1]), ring.parity);
+        for (int chunk = begin_at; chunk < schedule.last; chunk += TURN) {
+            const bool begin = chunk == begin_at || (chunk & most - 1) < TURN, begins = (chunk + TURN & most - 1) < TURN;
+            add_period(totals, sums, a, chunk, begin, begins);
+        }
     }
 };

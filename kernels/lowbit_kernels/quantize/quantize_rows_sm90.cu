@@ -5,7 +5,8 @@
 //   CODES      INT8 or E4M3
 //   OUT        the dtype in which codes are written: CODES, or as numbers BF16 or FP16
 //   VECTORS    vectors of eight elements that a thread keeps
-//   TURNED     1: codes are written in the order of w4a8_mm_sm90.cu, in rows of whole 128 codes; the rest is 0
+//   TURNED     1: codes are written in the order of w4a8_mm_sm90.cu, in rows of whole 128 codes; the rest is 0. Loud rows
+//              of int8 have a negative scale; see `is_loud`
 // and puts ptx.cuh, sm90.cuh and row_codes.cuh before it.
 //
 // One block per row. Each thread issues all its loads at once to hide the latency of memory, and keeps the loaded words
@@ -17,6 +18,7 @@ static constexpr int MAX_WARPS = 32;
 static constexpr int BYTES = OUT == CODES ? 1 : 2;  // of a code
 static constexpr int ENDS = CODES == E4M3 ? 1 : 2;  // extremes that the scale depends on: |x|, or max and -min
 static constexpr bool HALF = X == FP16;
+static constexpr bool MARKED = TURNED && CODES == INT8;  // whether the scales of loud rows are negative
 static_assert(!TURNED || OUT == CODES, "");
 
 // The codes of two neighbours: as bytes in the lower half of the word, or as numbers in all of it.
@@ -39,6 +41,30 @@ DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     } else {
         ((uint4 *)row)[i] = make_uint4(a, b, c, d);
     }
+}
+
+// A row is loud if the magnitudes of its codes in any SPAN of k add up to more than QUIET: the most that sums of as many
+// products with 4-bit codes may have in w4a8_int4_sm90.cuh.
+static constexpr int SPAN = 1024, QUIET = 1 << 16, WARP_SPAN = 32 * 8;
+static constexpr int PARTS = MARKED ? MAX_WARPS * VECTORS : 1;  // of a row, each of WARP_SPAN
+
+// At least the sum of the magnitudes of eight codes, and at most 5 more.
+DEVICE int magnitudes(uint4 x, float inverse) {
+    const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
+    float sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sum += fabsf(low_half<HALF>(pairs[i])) + fabsf(high_half<HALF>(pairs[i]));
+    return (int)min(sum * inverse, 8 * 128.0f) + 5;
+}
+
+// Whether a row is loud, for a warp. `sums`: of the row's `count` parts.
+DEVICE bool is_loud(const int (&sums)[PARTS], int count) {
+    int most = 0;
+    for (int first = 0; first < count; first += SPAN / WARP_SPAN) {
+        const int lane = threadIdx.x % 32, part = first + lane;
+        most = max(most, warp_sum(lane < SPAN / WARP_SPAN && part < count ? sums[part] : 0));
+    }
+    return most > QUIET;
 }
 
 // One row for a block of whole warps. Rows of x have `vectors` vectors and are `stride` elements apart. codes [m, 8 *
@@ -80,13 +106,25 @@ DEVICE void quantize_row(const unsigned char *x, long long stride, unsigned char
 #pragma unroll
         for (int j = 0; j < VECTORS; ++j) kept[j] = make_uint4(0, 0, 0, 0);
     }
-    if (threadIdx.x == 0) scale[row] = own;
+    __shared__ int sums[PARTS];
+#pragma unroll
+    for (int j = 0; MARKED && j < VECTORS; ++j) {
+        const int sum = warp_sum(magnitudes(kept[j], inverse));
+        if (lane == 0) sums[warp + j * warps] = sum;
+    }
+    if (!MARKED && threadIdx.x == 0) scale[row] = own;
     const int stored = TURNED ? (vectors + 15) / 16 * 16 : vectors;
     unsigned char *to = codes + row * stored * 8 * BYTES;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
         const int i = threadIdx.x + j * blockDim.x;
         if (i < stored) store_codes(to, i, kept[j], inverse);
+    }
+    if constexpr (MARKED) {
+        __syncthreads();
+        if (warp > 0) return;
+        const bool loud = is_loud(sums, VECTORS * warps);
+        if (lane == 0) scale[row] = loud ? -own : own;
     }
 }
 

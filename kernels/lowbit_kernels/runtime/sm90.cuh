@@ -49,6 +49,16 @@ DEVICE void barrier_arrive(uint32 barrier, uint32 rank) {
         } while (!over); \
     }
 
+// Whether the phase of this parity is over, after a short wait at most.
+DEVICE bool barrier_is_over(uint32 barrier, uint32 parity) {
+    uint32 over;
+    asm volatile(
+        "{\n.reg .pred p;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, p;\n}" : "=r"(over) : "r"(barrier), "r"(parity) : "memory");
+    return over;
+}
+
 // Waits until the phase of this parity is over. A new barrier counts as having finished a phase of parity 1.
 BARRIER_WAIT(barrier_wait, "")
 

@@ -219,14 +219,15 @@ DEVICE void multiply_integers(float (&sums)[TILES][4], const Tokens &x, const Wo
     int own[TILES][4] = {};
     constexpr int STEP = BITS == 4 ? 1 : 2;  // words of an instruction
     constexpr bool HAS_ZERO = ZERO != NONE;
+    const uint32 zeros[2] = {(zero[0] + 8) * 0x01010101u, (zero[1] + 8) * 0x01010101u};
 #pragma unroll
     for (int word = first; word < end; word += STEP) {
         const int next = word + STEP - 1;
         const uint32 row[2] = {upper[word].low, lower[word].low};
         uint32 a[4] = {row[0], row[1], upper[next].low, lower[next].low};
         if constexpr (BITS == 4) {
-            a[0] = four_of<false, HAS_ZERO>(row[0], zero[0]), a[1] = four_of<false, HAS_ZERO>(row[1], zero[1]);
-            a[2] = four_of<true, HAS_ZERO>(row[0], zero[0]), a[3] = four_of<true, HAS_ZERO>(row[1], zero[1]);
+            a[0] = four_of<false, HAS_ZERO>(row[0], zeros[0]), a[1] = four_of<false, HAS_ZERO>(row[1], zeros[1]);
+            a[2] = four_of<true, HAS_ZERO>(row[0], zeros[0]), a[3] = four_of<true, HAS_ZERO>(row[1], zeros[1]);
         }
 #pragma unroll
         for (int tile = 0; tile < TILES; ++tile)

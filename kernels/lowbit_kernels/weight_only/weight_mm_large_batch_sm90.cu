@@ -2,9 +2,9 @@
 //   out[m, n] = token_scale[m] * sum_k x[m, k] * (code[n, k] - zero[n, k / GROUP]) * scale[n, k / GROUP]
 //               + bias[n] + residual[m, n]
 //
-// weight_mm_large_batch_sm90.py puts ptx.cuh, sm90.cuh, weight_lookup_sm90.cuh, weight_mm_large_batch_tiles_sm90.cuh,
-// `multiply`, the wgmma instruction, and weight_mm_large_batch_products_sm90.cuh before this source and compiles it for
-// each combination of
+// weight_mm_large_batch_sm90.py puts ptx.cuh, sm90.cuh, load_words.cuh, weight_lookup_sm90.cuh,
+// weight_mm_large_batch_tiles_sm90.cuh, `multiply`, the wgmma instruction, and weight_mm_large_batch_products_sm90.cuh
+// before this source and compiles it for each combination of
 //   DTYPE, OUT         BF16 or FP16: of x; of bias, residual and out
 //   CODES, BITS        INT4 (nibble = code + 8, even k in the low one), INT8, E4M3 (ZERO 0), STREAM: a bit
 //                      stream of integers of 1 to 3 or 5 to 7 BITS, or LOOKUP: a bit stream of codes of 1 to 4 BITS,

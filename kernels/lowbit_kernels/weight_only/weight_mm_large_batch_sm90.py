@@ -298,32 +298,47 @@ def _mixed(
     tile, height, columns = Tile(*of[:3]), -(-n // (of.rows * of.beside)), -(-m // of.tokens)
     if of.split > 1 or tile.lanes > 1 or tile.overlaps or columns * height <= of.clusters:
         return best
-    rounds, chunks = columns * height // of.clusters, -(-k // of.chunk)
-    full = {
-        rows
-        for i in range(max(rounds - LAST_ROUNDS + 1, 1), rounds + 1)
-        for rows in (i * of.clusters // columns, -(-i * of.clusters // columns))
-        if 0 < rows < height
-    }
+    chunks = -(-k // of.chunk)
+    full = full_rows(height, columns, of.clusters)
     sizes = [of.tokens, *(t for t in TOKENS if 64 <= t < min(of.tokens, m))]
     first, *others = (
         chunks * _chunk_clocks(of, t, m, unpacking) + _end_clocks(of, t) for t in sizes
     )
     slower = (DRIFT if of.beside == 1 else 1.0) * _mixing(of)
     for tokens, last in zip(sizes[1:], others, strict=True):
-        for rows in sorted(full):
+        for rows in full:
             count = rows * columns
             tiles = count + (height - rows) * -(-m // tokens)
             longest = (count * first + (tiles - count) * last) / of.clusters  # at least
             if 1560 + longest * slower >= best[0]:
                 continue
-            for block in {i % of.clusters for i in (0, count - 1, count, tiles - 1)}:
-                own = -(-max(count - block, 0) // of.clusters)
-                more = -(-max(tiles - block, 0) // of.clusters) - own
-                longest = max(longest, own * first + more * last)
+            longest = max(longest, longest_of(count, tiles, of.clusters, first, last))
             if 1560 + longest * slower < best[0]:
                 best = 1560 + longest * slower, of._replace(last_tokens=tokens, full_rows=rows)
     return best
+
+
+def full_rows(height: int, columns: int, clusters: int) -> list[int]:
+    """How many rows of tiles may keep their size where the others get smaller ones: those of whole rounds of clusters,
+    less up to `LAST_ROUNDS`."""
+    rounds = columns * height // clusters
+    found = {
+        rows
+        for i in range(max(rounds - LAST_ROUNDS + 1, 1), rounds + 1)
+        for rows in (i * clusters // columns, -(-i * clusters // columns))
+        if 0 < rows < height
+    }
+    return sorted(found)
+
+
+def longest_of(count: int, tiles: int, clusters: int, first: float, last: float) -> float:
+    """The clocks of the cluster that takes the longest: `count` tiles take `first` clocks each, the others `last`."""
+    longest = 0.0
+    for cluster in {i % clusters for i in (0, count - 1, count, tiles - 1)}:
+        own = -(-max(count - cluster, 0) // clusters)
+        more = -(-max(tiles - cluster, 0) // clusters) - own
+        longest = max(longest, own * first + more * last)
+    return longest
 
 
 def _mixing(plan: LargeBatchDivision) -> float:
@@ -546,7 +561,7 @@ def source(
     macros = {"DTYPE": FLOAT_MACROS[dtype], "OUT": FLOAT_MACROS[out], **unpacking.macros()}
     macros |= dict(zip(fields, shape, strict=True)) | {"LAST_TOKENS": last_tokens, "JOINED": joined}
     tiles = "weight_only/weight_mm_large_batch_tiles_sm90.cuh"
-    headers = *SM90, "weight_only/weight_lookup_sm90.cuh", tiles
+    headers = *SM90, "runtime/load_words.cuh", "weight_only/weight_lookup_sm90.cuh", tiles
     kind = "bf16" if dtype == torch.bfloat16 else "f16"
     sizes = [shape[0], last_tokens] if last_tokens else [shape[0]]
     multiply = "".join(multiply_from_registers(t, 16, f"f32.{kind}.{kind}") for t in sizes)
