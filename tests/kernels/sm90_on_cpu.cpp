@@ -37,7 +37,7 @@ struct Barrier {
     uint32 phase;
 };
 struct Meeting {
-    int come = 0;
+    int come = 0, threads = 0;
     long count = 0;  // of the barriers passed
 };
 struct Block {
@@ -222,6 +222,8 @@ void send(uint32 address, uint32 barrier, float4 x) {
 
 void named_barrier_arrive(int id, int threads) {
     emulation::Meeting &own = emulation::block().meetings[id];
+    if (own.threads && own.threads != threads) emulation::fail("two counts of threads for one named barrier");
+    own.threads = threads;
     if (++own.come == threads) own.come = 0, ++own.count;
 }
 

@@ -452,7 +452,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     wait_for_previous();
 #if EXPERTS
     if (threadIdx.x < 32) count_tiles((int *)(memory + TILES_AT), ends, m);
-    named_barrier_sync(1, THREADS);
+    named_barrier_sync(8, THREADS);  // not 1, where the others may still wait for the table
 #endif
 
     if (threadIdx.x >= GROUPS * 128) {
