@@ -402,8 +402,9 @@ class Folder:
 
     def leave_out(self, names: Collection[str]) -> None:
         """Take these tensors for ones that no model of this folder has."""
-        self.unused = sorted({*self.names()} & {*names})
-        self._take_out(self.unused)
+        found = {*self.names()} & {*names}
+        self.unused = sorted(found.union(self.unused))
+        self._take_out(found)
 
     def keep(self, wanted: Collection[str]) -> None:
         """Take tensors with names of cache scales for plain ones if a model has them among its names, `wanted`."""

@@ -34,7 +34,7 @@ from lowbit.formats.base import Format, FormatError, Parts, damage_of, layer_of
 from lowbit.formats.experts import Joined, matrix_of
 from lowbit.formats.folder import Folder, copy_beside_weights, copy_settings
 from lowbit.formats.module import ModelSource
-from lowbit.formats.reading import renamed_by, unused_by
+from lowbit.formats.reading import renamed_by, unused_by, zeros_beside_codes
 from lowbit.formats.report import ExportReport
 from lowbit.formats.shards import equal_bits, same_values
 from lowbit.formats.sources import Item
@@ -75,8 +75,10 @@ class Likeness:
         self._lossy, self.report = lossy, report
         first = self._source.first
         folder.keep(first)
+        renamed = renamed_by(source.model)
         folder.leave_out(unused_by(source.model, folder.names(), first))
-        self._places = Joined(folder, first, renamed_by(source.model)).places()
+        folder.leave_out(zeros_beside_codes(folder, first, renamed))
+        self._places = Joined(folder, first, renamed).places()
         self._check_names()
         self._owners: dict[str, tuple[str, str]] = {}
         """For each stored tensor that the model has, the tensor whose part it is, and the short name of the part."""

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowbit.convert import joined_name, tell, watch_joined
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.formats import building
-from lowbit.formats.base import FormatError
+from lowbit.formats.base import FormatError, layer_of, weight_of
 from lowbit.formats.experts import Joined, Renamed, joined, moved
 from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
@@ -112,6 +112,7 @@ def matched(
     if isinstance(folder, Folder):
         folder.keep(owners)
         folder.leave_out(unused_by(model, folder.names(), owners))
+        folder.leave_out(zeros_beside_codes(folder, owners, renamed_by(model)))
         for note in folder.left_out:
             warnings.warn(f"{folder.path}: {note}", stacklevel=4)
         own = joined(folder, owners.keys(), renamed_by(model), device)
@@ -180,6 +181,23 @@ def unused_by(model: nn.Module, names: Iterable[str], wanted: Container[str]) ->
     multi-token prediction of DeepSeek-V3. `wanted`: the names that the model has."""
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     return [n for n in names if n not in wanted and any(re.search(p, n) for p in ignored)]
+
+
+def zeros_beside_codes(folder: Folder, wanted: Collection[str], renamed: Renamed) -> list[str]:
+    """The tensors of zeros beside low-bit weights for which the model has no place among its names, `wanted`.
+
+    AutoGPTQ and Neural Compressor store a bias of zeros for each layer that has none. Neural Compressor also stores a
+    `scale_bf16_to_fp8`, which is 0 unless inputs are rounded to float8.
+    """
+    places = Joined(folder, wanted, renamed).places()
+    return [
+        name
+        for name, (place, _) in places.items()
+        if place not in wanted
+        and name.endswith((".bias", ".scale_bf16_to_fp8"))
+        and weight_of(layer_of(name)) in folder.weights
+        and not folder.read(name).any()
+    ]
 
 
 def _makes(model: nn.Module, name: str, places: Places) -> bool:

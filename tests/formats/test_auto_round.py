@@ -11,18 +11,25 @@ import torch
 from torch import Tensor
 
 import lowbit
-from lowbit import Int4WeightOnly
+from lowbit import (
+    Int4WeightOnly,
+    MXFP4WeightOnly,
+    MXFP8DynamicActivationMXFP8Weight,
+    MXFP8WeightOnly,
+    NVFP4WeightOnly,
+)
 from lowbit.formats import FormatError
 from lowbit.formats.auto_round import translated
 from lowbit.formats.awq import WRITTEN
 from lowbit.formats.registry import by_config, by_name
 from tests.formats.codec_case import NAME, weight
-from tests.formats.models import TOKENS, build, plain_folder
+from tests.formats.models import TOKENS, build, low_bit, plain_folder
 from tests.formats.test_gptq_awq import _packed
 
 GPTQ = ("auto_round:auto_gptq", "auto_round:gptq", None)
 RAW = ("auto_round", "auto_round:gptqmodel", "auto_round:exllamav2")
 AWQ = ("auto_round:auto_awq", "auto_round:awq")
+FLOATS = "auto_round:llm_compressor"
 LAYER = NAME.removesuffix(".weight")
 
 
@@ -109,10 +116,83 @@ def test_folders(packing: str | None, tmp_path: Path) -> None:
         assert torch.equal(again(TOKENS), found(TOKENS))
 
 
+IN_FLOATS = {
+    "MXFP4": (MXFP4WeightOnly(), {"data_type": "mx_fp", "bits": 4, "group_size": 32}),
+    "NVFP4": (NVFP4WeightOnly(), {"data_type": "nv_fp", "bits": 4, "group_size": 16}),
+    "MXFP8": (MXFP8WeightOnly(), {"data_type": "mx_fp", "bits": 8, "group_size": 32}),
+    "MXFP8 x MXFP8": (
+        MXFP8DynamicActivationMXFP8Weight(),
+        {
+            "data_type": "mx_fp",
+            "bits": 8,
+            "group_size": 32,
+            "act_bits": 8,
+            "act_data_type": "mx_fp",
+        },
+    ),
+}
+
+
+def claimed(folder: Path, **own: Any) -> Path:
+    """The folder with AutoRound's settings in place of its own."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    config["quantization_config"] = settings(FLOATS, **own)
+    path.write_text(json.dumps(config))
+    return folder
+
+
+@pytest.mark.parametrize("name", IN_FLOATS)
+def test_floats(name: str, tmp_path: Path) -> None:
+    scheme, own = IN_FLOATS[name]
+    model = low_bit(scheme)
+    lowbit.export(model, tmp_path / "out", "compressed-tensors")
+    found = lowbit.load_pretrained(claimed(tmp_path / "out", **own), build(1))
+    assert found.up_proj.weight.activation == model.up_proj.weight.activation
+    assert torch.equal(found.up_proj.weight.dequantize(), model.up_proj.weight.dequantize())
+    assert torch.equal(found(TOKENS), model(TOKENS))
+    assert type(found.lm_head.weight) is torch.nn.Parameter
+
+
+def test_inputs_in_fp4_are_not_rounded(tmp_path: Path) -> None:
+    model = low_bit(NVFP4WeightOnly())
+    lowbit.export(model, tmp_path / "out", "compressed-tensors")
+    _, own = IN_FLOATS["NVFP4"]
+    inputs = {"act_bits": 4, "act_data_type": "nv_fp4_with_static_gs"}
+    folder = claimed(tmp_path / "out", **own, **inputs)
+    with pytest.warns(UserWarning, match="round the inputs of these layers to FP4"):
+        found = lowbit.load_pretrained(folder, build(1))
+    assert torch.equal(found(TOKENS), model(TOKENS))
+
+
+def test_single_layers_of_floats(tmp_path: Path) -> None:
+    """A layer in 8 bits beside one in 4, by its name and by an expression; one that is plain."""
+    model = build()
+    lowbit.quantize_(
+        model, {"up_proj": MXFP4WeightOnly(), "down_proj": MXFP8WeightOnly(), "*": None}
+    )
+    lowbit.export(model, tmp_path / "out", "compressed-tensors")
+    _, own = IN_FLOATS["MXFP4"]
+    for name in ("down_proj", ".*down.*"):
+        extra = {name: {"bits": 8, "act_bits": None}, "lm_head": {"bits": 16}}
+        folder = claimed(tmp_path / "out", **own, extra_config=extra)
+        assert torch.equal(lowbit.load_pretrained(folder, build(1))(TOKENS), model(TOKENS))
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"packing_format": "auto_round:llm_compressor"}, "packing_format is 'auto_round:llm_com"),
+        ({"packing_format": FLOATS}, "data_type is None with 4 bits"),
+        (
+            {"packing_format": FLOATS, "data_type": "nv_fp", "bits": 8},
+            "data_type is 'nv_fp' with 8",
+        ),
+        ({"packing_format": FLOATS, "data_type": "fp", "bits": 8}, "data_type is 'fp' with 8"),
+        (
+            {"packing_format": FLOATS, "data_type": "mx_fp", "act_bits": 6},
+            "data_type is 'mx_fp' with 6",
+        ),
+        ({"packing_format": "auto_round:marlin_fp8"}, "packing_format is 'auto_round:marlin_fp8'"),
         ({"packing_format": 5}, "packing_format is 5"),
         ({"rotation_config": {"hadamard_type": "random"}}, "rotated"),
         ({"data_type": "mx_fp"}, "data_type is 'mx_fp'"),

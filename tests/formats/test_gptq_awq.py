@@ -441,3 +441,43 @@ def test_rows_are_one_group() -> None:
     assert V1.config({NAME: weight(IntxWeightOnly(4))}, ())["group_size"] == -1
     again = through(AWQ, weight(IntxWeightOnly(4)))
     assert again.spec.granularity == PerRow()
+
+
+def _with_more(folder: Path, more: dict[str, Tensor]) -> None:
+    """Add tensors to the one shard of a folder."""
+    from safetensors.torch import load_file, save_file
+
+    (shard,) = folder.glob("*.safetensors")
+    save_file({**load_file(shard), **more}, shard, {"format": "pt"})
+
+
+def _beside(value: float) -> dict[str, Tensor]:
+    """What AutoGPTQ and Neural Compressor store beside the words of down_proj, which has no bias."""
+    bias = torch.full((128,), value, dtype=torch.float16)
+    return {"down_proj.bias": bias, "down_proj.scale_bf16_to_fp8": torch.zeros(1).bfloat16()}
+
+
+def test_biases_of_zeros_that_the_model_lacks_are_left_out(tmp_path: Path) -> None:
+    model = low_bit(Int4WeightOnly(64))
+    folder = tmp_path / "out"
+    lowbit.export(model, folder, "gptq")
+    _with_more(folder, _beside(0))
+    with pytest.warns(UserWarning, match="2 tensors, such as down_proj"):
+        other = lowbit.load_pretrained(folder, build(1))
+    assert torch.equal(other(TOKENS), model(TOKENS))
+    lowbit.export(other, tmp_path / "again", like=folder)
+    again = lowbit.load_pretrained(tmp_path / "again", build(1))
+    assert torch.equal(again(TOKENS), model(TOKENS))
+
+    roomy = build(1)
+    roomy.down_proj = torch.nn.Linear(256, 128).bfloat16()
+    with pytest.warns(UserWarning, match="1 tensors, such as down_proj.scale_bf16_to_fp8"):
+        lowbit.load_pretrained(folder, roomy)
+    assert not roomy.down_proj.bias.any()
+
+
+def test_a_bias_that_the_model_lacks_and_that_is_not_zero(tmp_path: Path) -> None:
+    lowbit.export(low_bit(Int4WeightOnly(64)), tmp_path / "out", "gptq")
+    _with_more(tmp_path / "out", _beside(0.5))
+    with pytest.raises(FormatError, match="holds 1 tensors that Tied lacks, such as down_proj"):
+        lowbit.load_pretrained(tmp_path / "out", build(1))
