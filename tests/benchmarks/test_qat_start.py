@@ -15,7 +15,7 @@ SMALL = ["encoder", "convolutional", "mixture of experts"]
 
 @pytest.fixture
 def out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    tiny = qat_start.Size(32, 16, 2, 2, trunk=3, branch=2, lr=1e-3)
+    tiny = qat_start.Size(32, 16, 2, 2, trunk=3, branch=2, lr=1e-3, end=5e-4, branch_lr=5e-4)
     monkeypatch.setitem(qat_start.SIZES, "tiny", tiny)
     text = torch.randint(97, 123, (20_000,), generator=torch.Generator().manual_seed(0))
     (tmp_path / "text.bin").write_bytes(text.to(torch.uint8).numpy().tobytes())

@@ -19,10 +19,10 @@ from lowbit.inference.calibration.states import StatesOnDisk
 from lowbit.tracing.batches import output_tensor
 from lowbit_kernels.runtime import launches
 from recipes.llama import Llama
+from tests.inference.test_batches import Masked
 from tests.inference.test_calibrate import (
     BATCHES,
     INT4,
-    Masked,
     Mixture,
     damage,
     llama,
