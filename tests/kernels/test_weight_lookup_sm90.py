@@ -209,8 +209,9 @@ EMULATED = [
     ("int3-value", (256, 128, 2), {}),
     # chunks of four stages
     ("nf4", (256, 128, 2), {"rounded": True}),
-    ("nvfp4", (256, 128, 2), {"split": 2, "clusters": 2}),
     ("uint8", (256, 128, 2), {"rounded": True}),
+    # of two stages
+    ("nvfp4", (256, 128, 2), {"split": 2, "clusters": 2}),
 ]
 
 
@@ -228,6 +229,15 @@ def test_emulated(name: str, tile: tuple[int, int, int], options: dict) -> None:
         product = Product(BY_NAME[name], 20, 150, 768, device="cpu")
         product.bias = torch.randn(150).to(BF16)
         assert product.error(divided(product, *tile, **options)) < 3e-3
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("group", [256, 384])
+def test_emulated_with_groups_of_several_chunks(group: int) -> None:
+    """Scales of 256 K are read together where that divides the group."""
+    with sm90_emulator.emulated():
+        product = Product(Format("", group, 4, NF4.values), 20, 150, 768, device="cpu")
+        assert product.error(divided(product, 256, 128, 2, rounded=True)) < 3e-3
 
 
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")

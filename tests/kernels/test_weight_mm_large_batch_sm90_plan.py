@@ -167,6 +167,8 @@ def test_shapes_that_divide_badly_take_tiles_of_two_sizes(
         (NF4, 65 * 64, 1),  # scales of two stages would not be aligned
         (INT4, 65 * 64, 2),
         (INT4._replace(group=32), 4096, 2),
+        (INT4._replace(group=384), 6144, 4),
+        (NF4._replace(group=384), 6144, 2),  # a chunk of 256 would end within a group
         (Unpacking("E4M3", 8, 32, scale="E8M0", rounding="always"), 4096, 2),
         (Unpacking("INT8", 8, 0), 4096, 1),
     ],

@@ -416,14 +416,16 @@ def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[tu
 
 def _joined(unpacking: Unpacking, k: int) -> int:
     """Stages of 64 K in a chunk of a tile of 256 tokens: four, two where more registers than there are would hold the
-    scales, or where four were slower, and one where there is nothing to read for a chunk."""
+    scales, where a chunk would end within a group, or where four were slower, and one where there is nothing to read
+    for a chunk."""
     group = unpacking.group
     if not group:
         return 1
     if unpacking.scales_pairs:
         sizes = {"FP32": 4, "E4M3": 1, "E8M0": 1}
         own = sizes.get(unpacking.scale, 2) + (0, 1, 4, 2)[unpacking.zero]
-        fits = 4 * STEP // group * own <= 32  # bytes of a row
+        is_whole = group % (4 * STEP) == 0 or 4 * STEP % group == 0
+        fits = is_whole and 4 * STEP // group * own <= 32  # bytes of a row
     else:
         fits = group % 128 == 0
     if fits and k % (4 * STEP) == 0 and "E4M3" not in (unpacking.codes, unpacking.scale):
