@@ -27,16 +27,17 @@ class _Finder(MetaPathFinder):
 
     def __init__(self) -> None:
         self.calls: dict[str, list[_Call]] = {}
-        self._asks = False
+        self._asked: set[str] = set()
+        """The names that the other finders are asked for at this time, in any thread."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
-        if name not in self.calls or self._asks:
+        if name not in self.calls or name in self._asked:
             return None
-        self._asks = True  # the other finders
+        self._asked.add(name)
         try:
             spec = importlib.util.find_spec(name)
         finally:
-            self._asks = False
+            self._asked.discard(name)
         loader: Any = None if spec is None else spec.loader
         if loader is not None:
             execute = loader.exec_module
