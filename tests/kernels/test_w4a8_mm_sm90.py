@@ -9,7 +9,7 @@ from torch import Tensor
 from lowbit_kernels.matmul import w4a8_mm_sm90
 from lowbit_kernels.matmul.w4a8_mm_sm90 import W4A8Division, W4A8Product
 from lowbit_kernels.quantize import quantize_rows_sm90
-from lowbit_kernels.weight_only.weight_operands import WeightOperands
+from lowbit_kernels.weight_only.weight_operands import WeightOperands, addresses
 from tests.kernels import emulator, w4a8_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_decode_sm90_gpu import BOUND, exact, operands, tensors_of
@@ -130,6 +130,27 @@ def test_sums_of_1024_codes_are_exact(sign: float, code: float, quiet: bool) -> 
         scale = quantize_rows_sm90.turned_codes(case["x"]).scale
     assert torch.equal(scale, torch.full((2,), 1.0 if quiet else -1.0))
     assert torch.equal(emulated(case), exact(**case).half())
+
+
+@pytest.mark.skipif(not COMPILER, reason="no g++")
+def test_scales_and_zero_points_are_read_from_multiples_of_16_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The groups of 512 codes are loaded at once."""
+    case = case_of(2, 16, 512, 128, True, torch.bfloat16, "cpu")
+    expected, starts = emulated(case), []
+
+    def recorded(*tensors: Tensor | None) -> list[int]:
+        starts.extend(tensors[:2])
+        return addresses(*tensors)
+
+    monkeypatch.setattr(w4a8_mm_sm90, "addresses", recorded)
+    for name in ("scale", "zero_point"):
+        moved = torch.cat([case[name].flatten()[:1], case[name].flatten()])[1:]
+        assert moved.data_ptr() % 16
+        case[name] = moved.view_as(case[name])
+    assert torch.equal(emulated(case), expected)
+    assert len(starts) == 2 and all(t.data_ptr() % 16 == 0 for t in starts)
 
 
 @pytest.mark.parametrize("group", [16, 32, 96, 192])

@@ -184,8 +184,11 @@ def product(operands: WeightOperands) -> W4A8Product | None:
 
 
 class W4A8Product:
-    """The product of operands for which `takes` holds. A residual is added to the rounded product. With MXFP4 it takes
-    the ranges of exponents of `quantize_rows_sm90` in place of zero points."""
+    """The product of operands for which `takes` holds. A residual is added to the rounded product.
+
+    Codes of x and scales of tokens must be those of `quantize_rows_sm90.turned_codes`: without the signs of scales,
+    sums of large int8 codes overflow. With MXFP4 the product takes the ranges of exponents in place of zero points.
+    """
 
     def __init__(self, operands: WeightOperands, division: W4A8Division | None = None) -> None:
         (n, row), m, k = operands.codes.shape, operands.m, operands.k
@@ -242,8 +245,8 @@ class W4A8Product:
 
     def __call__(self, tensors: Tensors) -> Tensor:
         x, codes, scale, zero_point, bias, residual, token_scale, _ = tensors
-        scale = aligned(scale)
-        zero_point = None if zero_point is None else zero_point.contiguous()
+        scale = aligned(scale)  # both are read in vectors
+        zero_point = None if zero_point is None else aligned(zero_point)
         (m, n), pitch = self.shape, self.pitch
         out = codes.new_empty((m, pitch), dtype=self.out)
         with torch.cuda.device_of(x):

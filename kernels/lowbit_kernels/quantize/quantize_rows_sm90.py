@@ -38,7 +38,7 @@ class Turned(NamedTuple):
     """What `turned_codes` returns."""
 
     codes: Tensor
-    scale: Tensor
+    scale: Tensor  # float32; negative for loud rows of int8
     ranges: Tensor | None  # of exponents
 
 
@@ -132,6 +132,9 @@ def _of_rowcol(layout: Description, format: str, dtype: torch.dtype) -> LaunchPl
 def turned_codes(x: Tensor, mxfp4: tuple[Tensor, Tensor] | None = None) -> Turned:
     """Codes [M, K rounded up to a multiple of 128] of an x for which `takes` holds, in the order that
     ``w4a8_mm_sm90.cu`` needs, and scales [M]: int8, or e4m3 for a weight in MXFP4.
+
+    Scales of int8 are for that kernel alone. Those of loud rows are negative: the magnitudes of their codes add up to
+    more than 2^16, or nearly, in some 1,024 of K. The kernel takes the magnitude as the scale. No scale is 0.
 
     Args:
         mxfp4: codes [N, K / 2] and exponents [N, K / 32] of that weight. The same launch finds the ranges of its
