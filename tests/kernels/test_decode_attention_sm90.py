@@ -27,6 +27,19 @@ CASES = [
     Case("clusters-of-two", 40, 2, 2, 64, 40, 35, has_start=True, is_rotated=False),
     Case("everything", 34, 14, 2, 64, 96, 95, True, True, False, 4096, 50, 4.0),
 ]
+OPERANDS = (
+    "query",
+    "key",
+    "value",
+    "keys",
+    "values",
+    "position",
+    "start",
+    "cos",
+    "sin",
+    "sinks",
+    "x",
+)
 every_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
 
 
@@ -68,8 +81,7 @@ def test_sinks_and_nan() -> None:
 
 def test_operands_that_it_does_not_take() -> None:
     def taken(case: Case, dtype: torch.dtype = torch.bfloat16) -> bool:
-        q, k, v, keys, _, _, _, cos, _, sinks, x, *_ = case.arguments(dtype=dtype)
-        return decode_attention_sm90.takes(q, k, v, keys, cos, sinks, x)
+        return decode_attention_sm90.takes(case.arguments(dtype=dtype)[:11])
 
     plain = Case("", 1, 4, 2, 128, 64, 3)
     assert not taken(plain), "not on a CPU"
@@ -84,6 +96,25 @@ def test_operands_that_it_does_not_take() -> None:
             Case("", 70, 4, 2, 128, 64, 3),
         ):
             assert not taken(wrong), wrong
+
+
+@pytest.mark.parametrize("number", [0, 3, 4, 7, 8, 10], ids=lambda i: OPERANDS[i])
+def test_operands_of_another_dtype_or_address_are_not_taken(number: int) -> None:
+    """The kernel reads 16 bits an element, and vectors of 16 bytes."""
+    case = Case("", 1, 4, 2, 128, 64, 3, norm_width=72)
+    operands = list(case.arguments(dtype=torch.bfloat16)[:11])
+    own = operands[number]
+    moved = torch.cat([own.flatten()[:1], own.flatten()])[1:].view_as(own)
+    with emulated():
+        assert decode_attention_sm90.takes(operands)
+        for other in (own.float(), moved):
+            operands[number] = other
+            assert not decode_attention_sm90.takes(operands), other.dtype
+
+
+def test_a_cluster_of_eight_has_a_warp_for_each_tile() -> None:
+    warps = 8 * decode_attention_sm90.WARPS[8]
+    assert warps * decode_attention_sm90.TILE >= decode_attention_sm90.MOST_SLOTS
 
 
 @pytest.mark.gpu

@@ -488,7 +488,7 @@ def _launch(
 ) -> Tensor | None:  # fmt: skip
     """`decode_attention_sm90` or the Triton kernels where they run, else the reference."""
     own = (query, key, value, keys, values, position, start, cos, sin, sinks, x)
-    is_hopper = decode_attention_sm90.takes(query, key, value, keys, cos, sinks, x)
+    is_hopper = decode_attention_sm90.takes(own)
     if query.numel() == 0 or not (is_hopper or runs_on(query.device)):
         return None
     # The kernels read these early, before a copy would be complete.

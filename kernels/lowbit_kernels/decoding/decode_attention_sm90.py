@@ -39,17 +39,10 @@ class DecodeAttentionVariant:
     softcap: bool
 
 
-def takes(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    cos: Tensor | None,
-    sinks: Tensor | None,
-    x: Tensor | None,
-) -> bool:
-    """True if the kernel takes these operands of `decode_attention`."""
-    vectors = [t for t in (query, key, value, cos, x) if t is not None]
+def takes(operands: Sequence[Any]) -> bool:
+    """True if the kernel takes these operands of `decode_attention`, in the op's order."""
+    query, key, value, keys, values, _, _, cos, sin, sinks, x = operands
+    vectors = [t for t in (query, key, value, keys, values, cos, sin, x) if t is not None]
     return (
         nvrtc.runs_on_hopper(query.device)
         and query.dtype in (torch.bfloat16, torch.float16)
@@ -59,7 +52,7 @@ def takes(
         and keys.shape[2] <= MOST_SLOTS
         and key.stride() == value.stride()
         and (sinks is None or (sinks.dtype == torch.float32 and sinks.is_contiguous()))
-        and all(_is_aligned(t) for t in (*vectors, keys))
+        and all(t.dtype == query.dtype and _is_aligned(t) for t in vectors)
         and (x is None or x.shape[2] % 8 == 0)
     )
 
