@@ -6,6 +6,7 @@ import copy
 import pickle
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ import lowbit
 from lowbit.linear import lazy_stack as module
 from lowbit.linear.frozen.adapted_stack import AdaptedStack
 from lowbit.linear.lazy_stack import GROUPED
+from lowbit_kernels.matmul import add_grouped_mm
 from lowbit_kernels.matmul.add_grouped_mm import add_grouped_mm_
 from lowbit_kernels.runtime.launches import counted
 from tests.kernels.interpreted import interpreted
@@ -441,6 +443,9 @@ def errors_of_kernel(device: str) -> dict[str, float]:
         wanted = y.double() + S * (a.double() @ b[1].double())
         add_grouped_mm_(y, a, b[1:2], None, S)
         found[f"one expert {dtype}"] = float((y.double() - wanted).norm() / wanted.norm())
+        with mock.patch.object(add_grouped_mm, "MOST_TILES", 4), counted() as calls:
+            add_grouped_mm_(y, a, b[1:2], None, S)  # of 5 tiles
+        assert calls == {("add_grouped_mm", "torch"): 1}
     return found
 
 

@@ -7,9 +7,9 @@
     b         y's dtype [E, R, N], any strides
     offsets   int32 [E], ascending, 0 to M. Rows from the last one on stay. None: E is 1, and all rows are its own.
 
-Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. Without Triton, or with more
-than 128 terms, a GPU stores the product first, which rounds it too, and R must be a multiple of 8, as for
-`torch._grouped_mm`.
+Sums are float32, and y is rounded once. On GPUs one Triton kernel reads and writes y once. Without Triton, with more
+than 128 terms, or with some 2 million rows, torch multiplies. With offsets a GPU then stores the product first, which
+rounds it too, and R must be a multiple of 8, as for `torch._grouped_mm`.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ ROWS, COLUMNS, WARPS = 32, 256, 4
 """A program's part of y."""
 MOST_TERMS = 128
 """The largest R of the kernel."""
+MOST_TILES = 65535
+"""The largest second size of a CUDA grid: tiles of rows."""
 
 
 @jit
@@ -81,8 +83,9 @@ def add_grouped_mm_(
     (m, n), (experts, terms, _) = y.shape, b.shape
     if y.numel() == 0 or experts == 0:
         return y
-    is_plain = a.stride(1) == 1 and y.is_contiguous() and terms <= MOST_TERMS
-    if not (is_plain and runs_on(y.device)):
+    tiles = -(-m // ROWS) if offsets is None else m // ROWS + experts
+    fits = terms <= MOST_TERMS and tiles <= MOST_TILES
+    if not (fits and a.stride(1) == 1 and y.is_contiguous() and runs_on(y.device)):
         ran("add_grouped_mm", "torch")
         return _without_kernel(y, a, b, offsets, scale)
     ran("add_grouped_mm", "triton")
@@ -92,7 +95,6 @@ def add_grouped_mm_(
         "BLOCK_M": ROWS,
         "BLOCK_N": COLUMNS,
     }
-    tiles = triton.cdiv(m, ROWS) if offsets is None else m // ROWS + experts
     grid = triton.cdiv(n, COLUMNS), tiles
     sizes = (m, n, terms, experts, a.stride(0), *b.stride())
     given = y if offsets is None else offsets
