@@ -43,12 +43,12 @@ DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     }
 }
 
-// A row is loud if the magnitudes of its codes in any SPAN of k add up to more than QUIET: the most that sums of as many
-// products with 4-bit codes may have in w4a8_int4_sm90.cuh.
+// A row is loud if the magnitudes of its codes in any SPAN of k add up to more than QUIET: w4a8_int4_sm90.cuh holds sums of
+// their products with 4-bit codes up to there. A row is also loud if `magnitudes`, which rounds up, is above QUIET.
 static constexpr int SPAN = 1024, QUIET = 1 << 16, WARP_SPAN = 32 * 8;
 static constexpr int PARTS = MARKED ? MAX_WARPS * VECTORS : 1;  // of a row, each of WARP_SPAN
 
-// At least the sum of the magnitudes of eight codes, and at most 5 more.
+// At least the sum of the magnitudes of eight codes, and at most 9 more: each code is rounded by half.
 DEVICE int magnitudes(uint4 x, float inverse) {
     const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
     float sum = 0.0f;
