@@ -14,6 +14,7 @@ from tests.kernels.compiled_on_cpu import library
 from tests.kernels.sm90_emulator import DESCRIBED, HEADER, launches_on_cpu, launching
 
 FOOTER = """
+extern "C" int shared_size() { return sizeof(Shared); }
 extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
         symmetric_mm(described(m), described(m + 7), described(m + 14), described(m + 21), a[0], a[1], a[2], a[3],
@@ -36,7 +37,9 @@ def _kernel(adds: bool, device: int) -> Callable[..., None]:
         (folder / name).read_text() for name in ("runtime/ptx.cuh", "matmul/symmetric_mm_sm90.cu")
     )
     parts = [code[: code.index(ptx)], HEADER.read_text(), MULTIPLY, kernel, DESCRIBED, FOOTER]
-    return launching(library("\n".join(parts)).emulated)
+    compiled = library("\n".join(parts))
+    assert compiled.shared_size() <= symmetric_mm_sm90.SHARED
+    return launching(compiled.emulated)
 
 
 @contextlib.contextmanager

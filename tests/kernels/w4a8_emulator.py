@@ -19,6 +19,7 @@ template <int SUMS> static inline void multiply({0} (&sums)[SUMS], const uint32 
 """
 FOOTERS = {"INT4": FOOTER.format("int", "from_s8"), "E2M1": FOOTER.format("float", "from_e4m3")}
 PRODUCT = """
+extern "C" int shared_size() { return sizeof(Shared); }
 extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
         w4a8_mm(described(m), described(m + 7), described(m + 14), described(m + 21), described(m + 28),
@@ -38,7 +39,10 @@ def _kernel(codes: str, *macros: object) -> Callable[..., None]:
     ptx, *kernel = ((folder / f).read_text() for f in files)
     defines = code[: code.index(ptx)]
     parts = [defines, HEADER.read_text(), FOOTERS[codes], *kernel, DESCRIBED, PRODUCT]
-    return launching(library("\n".join(parts)).emulated)
+    compiled = library("\n".join(parts))
+    *_, division, _ = macros
+    assert compiled.shared_size() <= division.stages()[1]  # type: ignore[attr-defined]
+    return launching(compiled.emulated)
 
 
 @contextlib.contextmanager
