@@ -7,9 +7,9 @@
 //   sum_u scale[u] * (S[u] - S[u - 1]) = sum_u (scale[u] - scale[u + 1]) * S[u],  where S[u] is the sum up to u.
 // The two warp groups take turns to begin products: one scales its sums while the units multiply for the other.
 //
-// Sums begin at BASE again at multiples of PERIOD chunks, or of WINDOW chunks if no token of the tile is loud: those of a
-// token that is not cannot leave the range. quantize_rows_sm90.cu finds which are, and gives them a negative scale. So the
-// last bits of a token's results depend on whether another token of its tile is loud.
+// Sums begin at BASE again at multiples of PERIOD chunks, or of WINDOW chunks if no token of the tile is loud: the sums of
+// other tokens cannot leave the range. quantize_rows_sm90.cu finds loud tokens, and gives them a negative scale. The last
+// bits of a token's results thus depend on whether another token of its tile is loud.
 //
 // On an H200 all other instructions add to the time of the products. Three and four warp groups, halves of the tokens, two
 // sets of sums of which one is scaled while the other multiplies, and codes unpacked between products were not faster.

@@ -404,7 +404,7 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
 
 
 def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[tuple[int, int], ...]:
-    """K of a chunk, and the pipeline stages that it takes: those of `chunk_of`, or more K, so that less is done a K."""
+    """Each K that a chunk may have, with its pipeline stages. Longer chunks than `chunk_of` take fewer instructions."""
     own = chunk_of(tile, unpacking, k)
     if tile.tokens == 256:
         most = _joined(unpacking, k)  # fewer divide K in finer parts
@@ -415,9 +415,11 @@ def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[tu
 
 
 def _joined(unpacking: Unpacking, k: int) -> int:
-    """Stages of 64 K in a chunk of a tile of 256 tokens: four, two where more registers than there are would hold the
-    scales, where a chunk would end within a group, or where four were slower, and one where there is nothing to read
-    for a chunk."""
+    """Stages of 64 K in a chunk of a tile of 256 tokens, at most.
+
+    Four; two where registers do not hold the scales of four, where a chunk of four would end within a group, or where
+    four were slower; one where a chunk has no scales of its own, or K is an odd multiple of 64.
+    """
     group = unpacking.group
     if not group:
         return 1
