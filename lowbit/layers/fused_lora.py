@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
 from torch.nn.modules.module import (
     _has_any_global_hook,
@@ -65,7 +66,7 @@ class _Adapted(torch.autograd.Function):
         found += [t, own_b.detach()]
         ctx.save_for_backward(x, t)
         # Not saved: hooks of saved tensors, of checkpoints too, take longer than to round A and B again.
-        ctx.base, ctx.scale, ctx.factors = base, s, ((a, a._version), (b, b._version))
+        ctx.base, ctx.scale, ctx.factors = base, s, tuple((f, _version(f)) for f in (a, b))
         return x.new_empty(()).expand(*x.shape[:-1], b.shape[0])
 
     @staticmethod
@@ -90,9 +91,13 @@ class _Adapted(torch.autograd.Function):
         return dx, dropped, da, db, None, None, None
 
 
+def _version(factor: Tensor) -> int:
+    return 0 if factor.is_inference() else factor._version
+
+
 def _unchanged(factor: Tensor, version: int) -> Tensor:
     """Raise RuntimeError, as autograd does, if the factor of an adapter was written to since the forward pass."""
-    if factor._version != version:
+    if _version(factor) != version:
         raise RuntimeError(
             f"the factor {tuple(factor.shape)} of an adapter has been modified by an inplace operation between forward "
             "and backward: step the optimizer after backward"
@@ -237,6 +242,8 @@ def _is_served(base: Any, x: Tensor) -> bool:
     if not _is_plain(base) or hasattr(base, "_hf_hook") or _has_any_global_hook():
         return False
     if tracer.active is not None or torch._C._are_functorch_transforms_active():
+        return False
+    if forward_ad._current_level >= 0:  # forward mode, which the Functions here do not have
         return False
     forward: Any = type(base).forward
     if getattr(forward, "stands_for", forward) is not nn.Linear.forward:

@@ -162,6 +162,27 @@ def test_several_adapters_add_up() -> None:
     assert_same(gradients(model), expected, 2e-6)
 
 
+def test_several_adapters_in_train_mode_under_inference_mode() -> None:
+    model = adapted("int4")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules="all-linear"))
+    model.base_model.set_adapter(["default", "other"])
+    with torch.inference_mode():
+        found, expected = (m.train()(input_ids=TOKENS).logits for m in (model, as_peft_runs(model)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_forward_mode_is_peft_s(products: list[int]) -> None:
+    layer, x, along = one_layer(), torch.randn(5, 64), torch.randn(5, 64)
+    layer.base_layer = nn.Linear(64, 48).requires_grad_(False)
+    lowbit.peft.fuse_(layer)
+    with torch.autograd.forward_ad.dual_level():
+        y = layer(torch.autograd.forward_ad.make_dual(x, along))
+        tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+    zero = torch.zeros_like(x)
+    torch.testing.assert_close(tangent, layer(along) - layer(zero))
+    assert products == [2]
+
+
 @pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}], ids=str)
 def test_other_adapters_run_by_peft(config: dict[str, Any], products: list[int]) -> None:
     model = adapted("int4", peft.LoraConfig(r=4, target_modules="all-linear", **config))
