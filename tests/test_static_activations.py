@@ -511,6 +511,22 @@ def test_casts_leave_static_scales_in_float32(is_prepared, mapping):
         assert torch.equal(own.input_scale, other.input_scale)
 
 
+class Tagged(nn.Linear):
+    """A layer whose subclasses need an argument, so that it gets no stand-in class."""
+
+    def __init_subclass__(cls, *, tag, **others):
+        super().__init_subclass__(**others)
+
+
+def test_a_layer_that_refuses_subclasses():
+    net = nn.Sequential(Tagged(64, 33))
+    with lb.calibrate(net, INT8):
+        net(values(30, 64))
+    assert type(net[0]) is Tagged
+    lb.quantize_(net, INT8)
+    assert net[0].weight.input_scale.item() > 0 and net(values(3, 64)).shape == (3, 33)
+
+
 def test_weights_in_learned_scales_beside_a_scale_of_inputs():
     """The scale of a calibration that the scheme of `prepare_` does not use stays, and hides no layer from it."""
     net = model()

@@ -27,16 +27,15 @@ def listen() -> None:
 
 
 def _wrap(module: ModuleType) -> None:
-    for name, by_name in (
-        ("cpu_offload", _in_memory),
-        ("disk_offload", _on_disk),
-        ("dispatch_model", _dispatched),
-    ):
-        plain = getattr(module, name)
-        wrapped = _for_low_bits(plain, by_name)
-        for holder in (module, sys.modules.get("accelerate")):
-            if getattr(holder, name, None) is plain:
-                setattr(holder, name, wrapped)
+    """Put the wrapped functions in place of accelerate's, in all modules that have them by name: transformers, PEFT and
+    scripts may have imported them before lowbit."""
+    found = [(getattr(module, name, None), name, by_name) for name, by_name in _FUNCTIONS.items()]
+    wrapped = {n: (plain, _for_low_bits(plain, by)) for plain, n, by in found if plain is not None}
+    for holder in [*sys.modules.values()]:
+        own = getattr(holder, "__dict__", {})
+        for name, (plain, ours) in wrapped.items():
+            if own.get(name) is plain:
+                setattr(holder, name, ours)
 
 
 def _for_low_bits(plain: Callable[..., Any], by_name: Callable[..., Any]) -> Callable[..., Any]:
@@ -77,7 +76,7 @@ def _dispatched(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
             "or the whole model by lowbit.accelerate.disk_offload(model, folder, device)"
         )
     on_cpu = [name for name, device in places.items() if device == "cpu"]
-    if len({*places.values()}) < 2 or not on_cpu:
+    if not on_cpu or (len({*places.values()}) < 2 and not given.get("force_hooks")):
         return plain(**given)
     own = importlib.import_module("lowbit.interop.accelerate")
     state = {
@@ -86,3 +85,6 @@ def _dispatched(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
         if any(not top or name == top or name.startswith(f"{top}.") for top in on_cpu)
     }
     return plain(**{**given, "state_dict": state})
+
+
+_FUNCTIONS = {"cpu_offload": _in_memory, "disk_offload": _on_disk, "dispatch_model": _dispatched}

@@ -25,8 +25,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional as F
-from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.modules.module import (
+    _has_any_global_hook,
+    register_module_module_registration_hook,
+)
 
 from lowbit.layers.stand_in import StandIn, give, without
 from lowbit.linear.frozen.checks import autocast_dtype
@@ -62,7 +66,7 @@ class _Adapted(torch.autograd.Function):
         found += [t, own_b.detach()]
         ctx.save_for_backward(x, t)
         # Not saved: hooks of saved tensors, of checkpoints too, take longer than to round A and B again.
-        ctx.base, ctx.scale, ctx.factors = base, s, ((a, a._version), (b, b._version))
+        ctx.base, ctx.scale, ctx.factors = base, s, tuple((f, _version(f)) for f in (a, b))
         return x.new_empty(()).expand(*x.shape[:-1], b.shape[0])
 
     @staticmethod
@@ -87,9 +91,13 @@ class _Adapted(torch.autograd.Function):
         return dx, dropped, da, db, None, None, None
 
 
+def _version(factor: Tensor) -> int:
+    return 0 if factor.is_inference() else factor._version
+
+
 def _unchanged(factor: Tensor, version: int) -> Tensor:
     """Raise RuntimeError, as autograd does, if the factor of an adapter was written to since the forward pass."""
-    if factor._version != version:
+    if _version(factor) != version:
         raise RuntimeError(
             f"the factor {tuple(factor.shape)} of an adapter has been modified by an inplace operation between forward "
             "and backward: step the optimizer after backward"
@@ -126,23 +134,27 @@ class FewerPasses(StandIn):
 
     any_dtype = False
     """True: the factors' dtypes do not decide in which dtype the products run."""
-    is_lora = False
-    """True: without the mixin this is PEFT's LoRA layer of an nn.Linear, with no other forward."""
+    forward_of_lora: Any = None
+    """The forward of PEFT's LoRA layer of an nn.Linear, where the class below the mixin has that one."""
 
     @classmethod
     def members(cls, plain: type[nn.Module], names: tuple[str, ...]) -> dict[str, Any]:
         peft: Any = sys.modules.get("peft.tuners.lora.layer")
-        forward = without(plain, FewerPasses).forward
-        return {"is_lora": peft is not None and forward is peft.Linear.forward}
+        forward: Any = without(plain, FewerPasses).forward
+        is_lora = peft is not None and forward is peft.Linear.forward
+        if not is_lora or getattr(forward, "__globals__", None) is not vars(peft):  # or patched
+            return {}
+        return {"forward_of_lora": staticmethod(forward)}
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        y = None
+        y, plain = None, super().forward
         # In training also without gradients, as in the first pass of checkpoints with reentrance.
-        is_training = self.is_lora and (torch.is_grad_enabled() or self.training)
-        if is_training and not torch.compiler.is_compiling():
-            y = _result(self, x, args, kwargs)
+        if (torch.is_grad_enabled() or self.training) and not torch.compiler.is_compiling():
+            own = self.forward_of_lora
+            if own is not None and getattr(plain, "__func__", None) is own:  # not patched since
+                y = _result(self, x, args, kwargs)
         if y is None:
-            result: Tensor = super().forward(x, *args, **kwargs)
+            result: Tensor = plain(x, *args, **kwargs)
             return result
         return y
 
@@ -204,19 +216,34 @@ def _adapters(layer: Any) -> list[str]:
 
 
 def _drops(layer: Any, name: str) -> bool:
-    return bool(layer.training and getattr(layer.lora_dropout[name], "p", 0.0) > 0)
+    """True unless the dropout of this adapter returns its input."""
+    module = layer.lora_dropout[name]
+    kind = type(module)
+    returns = kind is nn.Identity or (kind is nn.Dropout and not (module.training and module.p > 0))
+    return not (returns and _is_plain(module))
 
 
 def _is_unwatched(factor: Any) -> bool:
-    if type(factor) is not nn.Linear:
+    return type(factor) is nn.Linear and _is_plain(factor)
+
+
+def _is_plain(module: Any) -> bool:
+    """True if a call of this module runs the forward of its class and nothing else."""
+    if module._forward_hooks or module._forward_pre_hooks:
         return False
-    return not (factor._forward_hooks or factor._forward_pre_hooks or factor._backward_hooks)
+    if module._backward_hooks or module._backward_pre_hooks:
+        return False
+    own = vars(module).get("forward")  # accelerate's hooks leave the one of the class there
+    return own is None or getattr(own, "__func__", None) is type(module).forward
 
 
 def _is_served(base: Any, x: Tensor) -> bool:
     """True for the product of an nn.Linear with a frozen weight that nothing but autograd watches."""
-    is_seen = base._forward_hooks or base._forward_pre_hooks or hasattr(base, "_hf_hook")
-    if is_seen or tracer.active is not None or torch._C._are_functorch_transforms_active():
+    if not _is_plain(base) or hasattr(base, "_hf_hook") or _has_any_global_hook():
+        return False
+    if tracer.active is not None or torch._C._are_functorch_transforms_active():
+        return False
+    if forward_ad._current_level >= 0:  # forward mode, which the Functions here do not have
         return False
     forward: Any = type(base).forward
     if getattr(forward, "stands_for", forward) is not nn.Linear.forward:

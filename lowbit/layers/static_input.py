@@ -3,14 +3,15 @@
 `lowbit.calibrate` finds the scale and the zero point. The module holds them as `input_scale` and `input_zero` beside
 its weight, as `lowbit.numerics.learned_scales` defines parameters: divided by `RATE`. They are parameters where scales
 are learned, and buffers where they are frozen, which stay float32 where the model is cast. Before the calibration they
-are NaN. Conversion puts them into the
-weight (`AffineTensor.input_scale`), since a product in inference has the weight alone.
+are NaN. Conversion puts them into the weight (`AffineTensor.input_scale`), since a product in inference has the weight
+alone.
 
 Modules that share a weight share the scale of their inputs.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
@@ -84,7 +85,10 @@ def hold_input(
                 module.register_buffer(name, own)
     for module in modules:
         module.input_spec = spec  # type: ignore[assignment]
-        give(module, StaticInput)
+        with contextlib.suppress(
+            TypeError
+        ):  # a class that refuses subclasses: a cast rounds the scale
+            give(module, StaticInput)
 
 
 def take_input(modules: Iterable[nn.Module]) -> None:

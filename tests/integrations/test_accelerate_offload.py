@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -12,6 +14,7 @@ from torch import nn
 
 import lowbit as lb
 import lowbit.accelerate
+from lowbit.interop import own_offloads
 from tests.integrations.models import TOKENS, gpt_oss, is_inner_linear, llama, logits, mixtral
 from tests.tensor.cases import same_bits
 
@@ -227,6 +230,30 @@ def test_accelerates_own_functions_take_weights_by_name(holder, by: str, tmp_pat
     getattr(holder, by)(model, *arguments[by])
     assert model[2].weight.is_meta
     assert torch.equal(model(x), expected) and model[2].weight.is_meta
+
+
+def test_modules_that_imported_the_functions_earlier(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers and PEFT do. A release of accelerate may lack one of the functions."""
+
+    def cpu_offload(model: Any, execution_device: Any = None, state_dict: Any = None) -> Any:
+        return state_dict
+
+    module, earlier, other = (ModuleType(f"offloads_{i}") for i in range(3))
+    module.cpu_offload = earlier.cpu_offload = cpu_offload
+    other.cpu_offload = kept = lambda model: None
+    for one in (module, earlier, other):
+        monkeypatch.setitem(sys.modules, one.__name__, one)
+    own_offloads._wrap(module)
+    model = quantized()
+    assert module.cpu_offload is earlier.cpu_offload and other.cpu_offload is kept
+    assert isinstance(earlier.cpu_offload(model)["2.weight"], lb.LowbitTensor)
+
+
+def test_a_forced_map_of_one_device_with_another_main_device() -> None:
+    model, x = quantized(), torch.randn(3, 64)
+    expected = model(x)
+    accelerate.dispatch_model(model, {"": "cpu"}, torch.device("cpu"), force_hooks=True)
+    assert model[2].weight.is_meta and torch.equal(model(x), expected)
 
 
 def test_a_device_map_with_a_disk_is_refused(tmp_path: Path) -> None:

@@ -302,17 +302,20 @@ def test_fused_adapters_keep_the_scale_that_siblings_share(scale: float) -> None
     expected = q.get_base_layer().weight.dequantize() + scale * q.get_delta_weight("default")
     plain = copy.deepcopy(model.proj_out.get_base_layer().weight)
     plain = plain + scale * model.proj_out.get_delta_weight("default")
-    for change in (lambda: model.fuse_lora(lora_scale=scale), model.unfuse_lora):
+    for change, is_merged in (
+        (lambda: model.fuse_lora(lora_scale=scale), True),
+        (model.unfuse_lora, False),
+    ):
         change()
+        assert q.merged is k.merged is is_merged
         scales = {
             float(getattr(layer, "base_layer", layer).weight.global_scale)
             for layer in (q, k, attention.to_v)
         }
         assert len(scales) == 1
-        if change is not model.unfuse_lora and q.merged:
+        if is_merged:
             assert relative(q.get_base_layer().weight.dequantize(), expected) < 0.15
             torch.testing.assert_close(model.proj_out.get_base_layer().weight, plain)
-    assert not q.merged and not k.merged
 
 
 def test_convolutions_and_qat(tmp_path: Path) -> None:

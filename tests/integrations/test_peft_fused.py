@@ -162,6 +162,27 @@ def test_several_adapters_add_up() -> None:
     assert_same(gradients(model), expected, 2e-6)
 
 
+def test_several_adapters_in_train_mode_under_inference_mode() -> None:
+    model = adapted("int4")
+    model.add_adapter("other", peft.LoraConfig(r=2, target_modules="all-linear"))
+    model.base_model.set_adapter(["default", "other"])
+    with torch.inference_mode():
+        found, expected = (m.train()(input_ids=TOKENS).logits for m in (model, as_peft_runs(model)))
+    torch.testing.assert_close(found, expected)
+
+
+def test_forward_mode_is_peft_s(products: list[int]) -> None:
+    layer, x, along = one_layer(), torch.randn(5, 64), torch.randn(5, 64)
+    layer.base_layer = nn.Linear(64, 48).requires_grad_(False)
+    lowbit.peft.fuse_(layer)
+    with torch.autograd.forward_ad.dual_level():
+        y = layer(torch.autograd.forward_ad.make_dual(x, along))
+        tangent = torch.autograd.forward_ad.unpack_dual(y).tangent
+    zero = torch.zeros_like(x)
+    torch.testing.assert_close(tangent, layer(along) - layer(zero))
+    assert products == [2]
+
+
 @pytest.mark.parametrize("config", [{"use_dora": True}, {"lora_bias": True}], ids=str)
 def test_other_adapters_run_by_peft(config: dict[str, Any], products: list[int]) -> None:
     model = adapted("int4", peft.LoraConfig(r=4, target_modules="all-linear", **config))
@@ -240,11 +261,13 @@ def test_models_without_adapters_are_refused() -> None:
         lowbit.peft.fuse_(3)  # type: ignore[arg-type]
 
 
-def one_layer(dtype: torch.dtype = torch.float32) -> Any:
-    """A LoRA layer over a linear [48, 64] in NF4."""
+def one_layer(dtype: torch.dtype = torch.float32, kind: Any = None) -> Any:
+    """A LoRA layer over a linear [48, 64] in NF4, of this class if it is not PEFT's."""
     base = nn.Linear(64, 48, dtype=dtype)
     lb.quantize_(base, SCHEMES["nf4"], lambda module, name: True)
     config = peft.LoraConfig(r=4, target_modules=["0"], init_lora_weights=False)
+    if kind is not None:
+        config._register_custom_module({nn.Linear: kind})
     model = peft.get_peft_model(nn.Sequential(base), config)
     return model.get_base_model()[0].train()
 
@@ -351,6 +374,82 @@ def test_layers_of_users_keep_their_forward(products: list[int]) -> None:
     layer = peft.get_peft_model(nn.Sequential(base), config).get_base_model()[0].train()
     x = torch.randn(5, 64)
     assert isinstance(layer, Doubled) and torch.equal(layer(x), 2 * base(x)) and products == [0]
+
+
+class Twice(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * x
+
+
+def _own_forward(module: Any) -> None:
+    module.forward = lambda x: nn.functional.linear(x, module.weight, module.bias) + 1
+
+
+@pytest.mark.parametrize("of", ["base_layer", "lora_A", "lora_B"])
+@pytest.mark.parametrize(
+    "watch",
+    [
+        lambda module: module.register_full_backward_hook(lambda _, into, out: (into[0] * 3,)),
+        lambda module: module.register_full_backward_pre_hook(lambda _, out: (out[0] * 3,)),
+        _own_forward,
+    ],
+    ids=["backward", "backward_pre", "own_forward"],
+)
+def test_hooks_of_backward_and_patched_modules(watch: Any, of: str, products: list[int]) -> None:
+    found = []
+    own = one_layer()
+    for layer in (own, as_peft_runs(own)):
+        part = getattr(layer, of)
+        watch(part["default"] if of != "base_layer" else part)
+        x = torch.linspace(-1, 1, 5 * 64).view(5, 64).requires_grad_()
+        y = layer(x)
+        found.append([y, *torch.autograd.grad(y.sin().sum(), x)])
+    assert products == [0] and all(map(torch.equal, *found))
+
+
+def test_a_forward_that_accelerate_put_back_is_the_class_s(products: list[int]) -> None:
+    layer = one_layer()
+    layer.base_layer.forward = layer.base_layer.forward
+    layer(torch.randn(5, 64))
+    assert products == [1]
+
+
+def test_hooks_of_all_modules_see_the_factors(products: list[int]) -> None:
+    layer, seen = one_layer(), []
+    with nn.modules.module.register_module_forward_hook(lambda m, *_: seen.append(m)):
+        layer(torch.randn(5, 64))
+    assert products == [0] and {layer.lora_A["default"], layer.lora_B["default"]} <= {*seen}
+
+
+def test_a_dropout_of_the_user_runs(products: list[int]) -> None:
+    layer, x = one_layer(), torch.randn(5, 64)
+    plain = layer(x)
+    layer.lora_dropout["default"] = Twice()
+    base = layer.base_layer(x)
+    assert torch.allclose(layer(x) - base, 2 * (plain - base), atol=1e-6)
+    layer.lora_dropout["default"] = nn.Dropout(1.0)
+    layer.eval()
+    assert torch.allclose(layer(x), plain, atol=1e-6)
+    layer.lora_dropout.train()  # as those do who sample in evaluation
+    assert torch.allclose(layer(x), base, atol=1e-6) and products == [4]
+
+
+@pytest.mark.parametrize("is_earlier", [False, True], ids=["later", "earlier"])
+def test_a_patched_forward_of_peft_is_respected(
+    is_earlier: bool, products: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind = type("Linear", (peft.tuners.lora.layer.Linear,), {})  # a class that no test has seen
+    layer = None if is_earlier else one_layer(kind=kind)
+    plain = peft.tuners.lora.layer.Linear.forward
+
+    def patched(self: Any, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return 2 * plain(self, x, *args, **kwargs)
+
+    monkeypatch.setattr(peft.tuners.lora.layer.Linear, "forward", patched)
+    layer = layer or one_layer(kind=kind)
+    x = torch.randn(5, 64)
+    assert isinstance(layer, kind) and isinstance(layer, fused_lora.FewerPasses)
+    assert torch.equal(layer(x), 2 * plain(as_peft_runs(layer), x)) and products == [0]
 
 
 def test_compiled_autograd() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -14,8 +15,8 @@ _Call = Callable[[ModuleType], object]
 
 def when_imported(name: str, call: _Call) -> None:
     """`call` with the module of this name: now if it is imported already, else at the end of its import."""
-    if name in sys.modules:
-        call(sys.modules[name])
+    if sys.modules.get(name) is not None:
+        call(importlib.import_module(name))  # waits for a thread that still imports it
     else:
         _FINDER.calls.setdefault(name, []).append(call)
         if _FINDER not in sys.meta_path:

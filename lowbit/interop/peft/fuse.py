@@ -10,16 +10,17 @@ from lowbit.layers.stand_in import give
 
 
 def fuse_(model: nn.Module) -> int:
-    """Give the LoRA layers of `model` over an nn.Linear the forward and backward of this module, in place.
+    """Give the LoRA layers of `model` over an nn.Linear the forward of `lowbit.layers.fused_lora`, in place.
 
         model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear"))
         lowbit.peft.fuse_(model)
 
     The adapters stay PEFT's: parameters, state dict, `save_pretrained`, `set_adapter`, merging. A layer computes as
-    PEFT does where it has DoRA or another variant, dropout in training or a bias of an adapter, where its base is not
-    frozen, where the base or a factor has hooks, and in evaluation without gradients. The adapters' products run in the
-    dtype of autocast or, without it, of the input, where PEFT's run in that of the adapters; sums are float32. In
-    torch.compile the layers are PEFT's too: the compiler fuses the passes itself.
+    PEFT does where it has DoRA or another variant, a bias of an adapter, or several adapters with dropout in training,
+    where its base is not frozen, where the base or a factor has hooks or a forward of its own, where PEFT's forward is
+    patched, and in evaluation without gradients. The adapters' products run in the dtype of autocast or, without it, of
+    the input, where PEFT's run in that of the adapters; sums are float32. In torch.compile the layers are PEFT's too:
+    the compiler fuses the passes itself.
 
     Args:
         model: with adapters of PEFT, over low-bit or plain frozen weights.

@@ -451,7 +451,9 @@ class AffineTensor(ReadByOps, ReadOnCpu, BlockedTensor):
     # ---- reading and writing values ---------------------------------------------------------------------------
 
     def requantize_(self, values: Tensor) -> None:
-        """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer.
+        """Write `values` [..., N, K], in the weight's scheme; each block keeps its scale where that is nearer. A
+        scale of the whole matrix, which siblings may share, stays unless it does not reach the values, or the squared
+        error falls by a tenth.
         Multiples of what the blocks hold multiply their scales, which loses nothing, and values that the present scales
         give exactly, as those of a pruned weight, keep the scales.
 

@@ -17,8 +17,10 @@ from lowbit.tensor.core import check_finite, nears_end
 REACH = 1.01
 """How far a value may be beyond what scales reach, to keep them. Rounding moves the largest one by more."""
 GAIN = 0.9
-"""New scales of a part that siblings may share (`Spec.joins`) replace present ones that reach the values where their
-squared error is below so much of that. Values change it by a few per cent, and a merge into one sibling keeps it."""
+"""Scales of which siblings may share a part (`Spec.joins`) stay where they reach the values, unless new ones lower the
+squared error by more than a tenth. A weight does not know whether it has siblings, so one without pays for it too: in
+float8 with one scale 2 to 6% of the squared error on average and 10% at most (0.4 dB), where the values shrank to a
+1.5th and less; in NVFP4 nothing to 1.5%, since each block takes the nearer scale."""
 
 
 def requantize(weight: Any, values: Tensor) -> None:
