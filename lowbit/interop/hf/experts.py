@@ -38,8 +38,9 @@ def _product(input: Any, weight: Any, offs: Tensor) -> Tensor | None:
 def _refused(func: Any, args: Any, kwargs: Any) -> Tensor:
     weight = next(x for x in args if isinstance(x, TrainableTensor))
     raise NotImplementedError(
-        f"the grouped product that transformers takes in graphs for {weight.dtype}, of experts that train as "
-        f"{type(weight).__name__}; accepted: bfloat16 by model.to(torch.bfloat16), the model without torch.compile, or "
+        f"experts that train as {type(weight).__name__} in {weight.dtype} have no product by transformers' op "
+        "grouped_mm_fallback, which serves weights other than bfloat16 in graphs, and GPUs before compute capability "
+        "8.0; accepted: a newer GPU, and there bfloat16 by model.to(torch.bfloat16) or no torch.compile; or "
         "a filter_fn that leaves its experts out"
     )
 
