@@ -41,4 +41,4 @@ with tempfile.TemporaryDirectory() as folder:
         lowbit.load(path)
         raise AssertionError("the damage was not found")
     except lowbit.CheckpointError as error:
-        print("damaged:", str(error)[-100:])
+        print("damaged:", error)

@@ -6,7 +6,16 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from lowbit.convert import Entry, Filter, Report, Target, check_module, find_owners, watch_joined
+from lowbit.convert import (
+    Entry,
+    Filter,
+    Report,
+    Target,
+    check_held,
+    check_module,
+    find_owners,
+    watch_joined,
+)
 from lowbit.layers import cache_scales
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.qat.lora import merging_layers
@@ -48,8 +57,9 @@ def dequantize_(model: nn.Module, filter_fn: Filter | None = None) -> Report:
 
     Raises:
         TypeError: `model` is not a module, or `filter_fn` is not a function.
-        ValueError: no chosen weight is in low bits, unless `lowbit.train.prepare_` left all alone; a weight is sharded;
-            a weight that products see with LoRA adapters merged. The model is then as it was.
+        ValueError: no chosen weight is in low bits, unless `lowbit.train.prepare_` left all alone; a weight is
+            sharded, or accelerate offloads it; a weight that products see with LoRA adapters merged. The model is then
+            as it was.
     """
     check_module(model)
     if filter_fn is not None and not callable(filter_fn):
@@ -97,6 +107,7 @@ def _targets(model: nn.Module, filter_fn: Filter | None, left: Report) -> list[T
                 Entry(n, shape, False, "not selected by the filter") for _, _, n in owners
             ]
             continue
+        check_held(owners[0], weight)
         if id(weight) in merging:
             raise ValueError(
                 f"{fqn} is prepared for QAT with its adapters merged, so its products see other values: call "

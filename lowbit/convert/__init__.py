@@ -26,6 +26,7 @@ from lowbit.convert.joined import frozen_families as frozen_families
 from lowbit.convert.joined import joint_parts as joint_parts
 from lowbit.convert.joined import watch_joined as watch_joined
 from lowbit.convert.owners import Owner as Owner
+from lowbit.convert.owners import check_held as check_held
 from lowbit.convert.owners import check_module as check_module
 from lowbit.convert.owners import find_owners as find_owners
 from lowbit.convert.owners import joined_name as joined_name

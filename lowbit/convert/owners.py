@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 
 class Owner(NamedTuple):
@@ -21,6 +21,16 @@ def check_module(model: Any) -> None:
         raise TypeError(
             f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
             "the weights"
+        )
+
+
+def check_held(owner: Owner, weight: Tensor) -> None:
+    """Raise ValueError for a weight whose values accelerate holds elsewhere until its module runs."""
+    if weight.device.type == "meta" and hasattr(owner.module, "_hf_hook"):
+        raise ValueError(
+            f"{owner.fqn} is offloaded by accelerate, which holds its values elsewhere until its module runs: convert "
+            "the model before it is offloaded, or call accelerate.hooks.remove_hook_from_module(model, recurse=True) "
+            "first"
         )
 
 

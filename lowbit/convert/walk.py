@@ -13,7 +13,7 @@ from lowbit.convert.adapters import adapter_modules
 from lowbit.convert.by_name import check_schemes, first_match, matches, of_unused, unused
 from lowbit.convert.choice import NAMED, Choice
 from lowbit.convert.experts import is_bias, stores_inputs_first
-from lowbit.convert.owners import Owner, check_module, find_owners, joined_name
+from lowbit.convert.owners import Owner, check_held, check_module, find_owners, joined_name
 from lowbit.convert.plan import Plan
 from lowbit.convert.report import Entry, Report
 from lowbit.convert.siblings import group_of
@@ -142,7 +142,7 @@ def find_targets(
         ValueError: a pattern that chooses nothing, unless it stands for None and matches a layer that stays in high
             precision anyway; nothing to convert, unless a rule of a training scheme left a weight alone or `schemes` is
             a plan that leaves all in high precision; an integer, complex, NaN or infinite weight; tied weights with
-            different schemes; a model already sharded.
+            different schemes; a model already sharded; a weight that accelerate offloads.
     """
     check_schemes(schemes, kind)
     check_module(model)
@@ -186,6 +186,7 @@ def _check_whole(fqn: str, weight: Any) -> None:
 def _check_target(target: Target) -> None:
     fqn = target.fqn
     _check_whole(fqn, target.weight)
+    check_held(target.owners[0], target.weight)
     if isinstance(target.weight, nn.UninitializedParameter):
         raise ValueError(
             f"{fqn} has no shape yet: run the model once, so that its lazy modules are initialised"

@@ -350,6 +350,8 @@ def test_a_plan_that_leaves_all_in_high_precision_changes_nothing() -> None:
         ({"bits": 1.0}, ValueError, "smallest choices take 4.* bits a weight"),
         ({"milliseconds": 1.0}, ValueError, "timed="),
         ({"bits": 4, "batches": []}, ValueError, "no batches"),
+        ({"bits": 4, "batches": BATCHES[0]}, TypeError, r"got one Tensor; give \[batch\]"),
+        ({"bits": 4, "held_out": BATCHES[0]}, TypeError, "held_out must be a list of batches, got one Tensor"),
         ({"bits": 4, "estimate": True, "loss": "error"}, ValueError, "estimate=True"),
         ({"bits": 4, "schemes": [lb.Int8StaticActivationInt8Weight()]}, NotImplementedError, "static"),
         ({"bits": 9, "estimate": True, "schemes": [INT8_INT8]}, ValueError, "rounds activations"),

@@ -262,6 +262,30 @@ def test_a_device_map_with_a_disk_is_refused(tmp_path: Path) -> None:
         accelerate.dispatch_model(quantized(), places, offload_dir=tmp_path)
 
 
+@pytest.mark.parametrize(
+    "convert",
+    [
+        lambda m: lb.quantize_(m, lb.Int4WeightOnly(32), is_inner_linear),
+        lambda m: lb.qat.prepare_(m, lb.Int4WeightOnly(32), is_inner_linear),
+        lambda m: lb.train.prepare_(m, lb.train.Int8Weight(), is_inner_linear),
+        lb.dequantize_,
+    ],
+    ids=["quantize_", "qat.prepare_", "train.prepare_", "dequantize_"],
+)
+def test_an_offloaded_model_is_not_converted(convert: Any) -> None:
+    pytest.importorskip("transformers")
+    model = llama()
+    if convert is lb.dequantize_:
+        lb.quantize_(model, lb.Int4WeightOnly(32), is_inner_linear)
+    expected = logits(model)
+    accelerate.cpu_offload(model, "cpu")
+    with pytest.raises(ValueError, match=r"is offloaded by accelerate.*remove_hook_from_module"):
+        convert(model)
+    assert torch.equal(logits(model), expected)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert convert(model).converted
+
+
 def test_plain_models_are_offloaded_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(64, 8))
     x = torch.randn(3, 64)

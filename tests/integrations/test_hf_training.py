@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lowbit as lb
+from lowbit.formats.base import FormatError
 from lowbit.tensor.core.base import LowbitTensor
 from tests.integrations.models import TOKENS, is_inner_linear, llama, logits, mixtral, qwen3_moe
 from tests.schemes import relative_error
@@ -69,7 +70,12 @@ def test_the_trainer_trains_adapters_and_saves_them(tmp_path: Path) -> None:
     model = quantized(tmp_path / "plain", llama())
     base = model.get_parameter("model.layers.0.self_attn.o_proj.weight").dequantize()
     model.save_pretrained(tmp_path / "base")
+    held = model
     model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear"))
+    with pytest.raises(
+        FormatError, match=r"base_layer\.weight lies in a layer of PEFT.* unload\(\)"
+    ):
+        held.save_pretrained(tmp_path / "refused")
     args = arguments(
         tmp_path / "out", logging_steps=1, max_steps=6, save_strategy="steps", save_steps=3
     )

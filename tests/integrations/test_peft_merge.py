@@ -156,6 +156,10 @@ def test_refusals_leave_the_model_as_it_was() -> None:
     expected = logits(model)
     with torch.no_grad():
         last[0, 0] = float("nan")
+    with pytest.raises(ValueError, match="no layer has adapters named 'typo'; accepted: 'default'"):
+        lowbit.peft.merge_(model, ["default", "typo"])
+    with pytest.raises(TypeError, match=r"a list of names, got 'default'; give \['default'\]"):
+        lowbit.peft.merge_(model, "default")
     with pytest.raises(ValueError, match=r"lora_B\.default\.weight has NaN or infinite values"):
         lowbit.peft.merge_(model)
     with torch.no_grad():

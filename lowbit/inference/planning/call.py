@@ -17,6 +17,7 @@ from torch import nn
 
 from lowbit.convert import Costs, Filter, Plan, PlanChoice, Schemes, budget_of, check_module
 from lowbit.convert.plan import shown
+from lowbit.inference.calibration.batches import as_list
 from lowbit.inference.planning.clock import Clock, in_turns
 from lowbit.inference.planning.fisher import estimated
 from lowbit.inference.planning.units import Option, Unit, units_of, whole
@@ -99,13 +100,13 @@ def autoquant(
         The plan, with its figures, and the `costs` from which other budgets make other plans.
 
     Raises:
-        TypeError: not exactly one budget; a model, scheme or loss of another kind.
+        TypeError: not exactly one budget; a model, scheme or loss of another kind; one batch in place of a list.
         NotImplementedError: a scheme with a static activation.
         ValueError: nothing holds the budget; no batches; what `lowbit.quantize_` refuses.
     """
     check_module(model)
     name, budget = budget_of(bits=bits, damage=damage, milliseconds=milliseconds)
-    seen = [on_device_of(model, batch) for batch in batches]
+    seen = [on_device_of(model, batch) for batch in as_list(batches)]
     moved = [(on_device_of(model, batch), count) for batch, count in timed]
     if isinstance(schemes, Costs):
         costs = schemes
@@ -124,7 +125,7 @@ def autoquant(
     if name == "milliseconds" or not costs.timed:
         costs.plan(**{name: budget})  # raises before anything is measured
     if held_out is not None:
-        seen = [on_device_of(model, batch) for batch in held_out]
+        seen = [on_device_of(model, batch) for batch in as_list(held_out, "held_out")]
 
     def changed(plan: Plan) -> Changed:
         """Gives the context in which the model is rounded by the plan."""

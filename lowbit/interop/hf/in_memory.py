@@ -22,7 +22,7 @@ from lowbit.formats.base import FormatError
 from lowbit.formats.registry import by_name
 from lowbit.interop.hf import experts as experts  # registers what stock experts need
 from lowbit.interop.hf.config import METHOD, LowbitConfig, Method
-from lowbit.interop.hf.quantizer import LowbitQuantizer
+from lowbit.interop.hf.quantizer import LowbitQuantizer, check_saved_name
 from lowbit.layers.cache_scales import held_in, settings_for
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
@@ -119,12 +119,8 @@ def in_parts(model: nn.Module, is_saved: bool) -> Iterator[tuple[str, LowbitTens
         own = local(param)
         if not isinstance(own, LowbitTensor) or own.updated_in_place() is not None:
             continue
-        if is_saved and ".base_layer." in f".{name}":
-            raise FormatError(
-                f"{name} lies in a layer of PEFT, and save_pretrained of the base model would write it under a name "
-                "that no model has: save the PeftModel for the adapters, and merge_and_unload() or unload() gives a "
-                "model to save; in diffusers save_lora_adapter() writes them, and unload_lora() gives a model to save"
-            )
+        if is_saved:
+            check_saved_name(name)
         if is_saved and split(param) is None:
             raise FormatError(
                 f"{name} is a {type(own).__name__} whose parts alone do not describe it, as of a flattened view or of "

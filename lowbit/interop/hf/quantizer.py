@@ -359,12 +359,23 @@ def _pattern(attribute: str, part: str) -> str:
     return rf"\.{attribute}\.{part}$"
 
 
+def check_saved_name(name: str) -> None:
+    """Raise FormatError for a weight in a layer of PEFT, in a base model that is being saved."""
+    if ".base_layer." in f".{name}":
+        raise FormatError(
+            f"{name} lies in a layer of PEFT, and save_pretrained of the base model would write it under a name that "
+            "no model has: save the PeftModel for the adapters, and merge_and_unload() or unload() gives a model to "
+            "save; in diffusers save_lora_adapter() writes them, and unload_lora() gives a model to save"
+        )
+
+
 def _state(model: Any, own: Format) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors by name, and the "quantization_config", of a folder in lowbit's format."""
     state: dict[str, Tensor] = {}
     weights: dict[str, LowbitTensor] = {}
     for item in ModelSource(model).items():
         if isinstance(item.value, LowbitTensor):
+            check_saved_name(item.name)
             weights[item.name] = item.value
             parts = own.encode(item.value)
             state |= {own.stored_name(item.name, part): t for part, t in parts.items()}

@@ -72,11 +72,11 @@ def merge_(
             refused in one layer leaves the layers before it merged, unless there are batches.
 
     Raises:
-        TypeError: `model` is not a module; batches or steps of another kind; steps without batches.
-        ValueError: no layer of PEFT; adapters that are merged already; NaN or infinite adapters; sums that round to
-            infinity in the dtype of the weight, or so large that siblings, which share a part of their scales with
-            them, would keep less than 20 dB; no batches, or empty ones; steps that change the model in high precision,
-            such as AWQ. The model is then as it was.
+        TypeError: `model` is not a module; names, batches or steps of another kind; steps without batches.
+        ValueError: no layer of PEFT; names that no adapter has; adapters that are merged already; NaN or infinite
+            adapters; sums that round to infinity in the dtype of the weight, or so large that siblings, which share a
+            part of their scales with them, would keep less than 20 dB; no batches, or empty ones; steps
+            that change the model in high precision, such as AWQ. The model is then as it was.
         NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them from
             `Int8Weight`; with batches, weights that no step rounds: of convolutions, act-order, rotated, tied or
             sharded ones. The model then stays unchanged.
@@ -94,6 +94,8 @@ def merge_(
         )
     if steps is not None and batches is None:
         raise TypeError("steps need batches: merge_(model, batches=…, steps=…)")
+    if adapter_names is not None:
+        _check_names(adapter_names, layers)
     for name, layer in layers.items():
         _check_base(name, layer, batches is not None)
         _check_finite(name, layer)
@@ -129,6 +131,22 @@ def merge_(
         raise
     report._kept = done if keep_base else []
     return report
+
+
+def _check_names(names: Any, layers: dict[str, Any]) -> None:
+    held = {
+        name
+        for layer in layers.values()
+        for each in layer.adapter_layer_names
+        for name in getattr(layer, each)
+    }
+    if isinstance(names, str):
+        raise TypeError(f"adapter_names must be a list of names, got {names!r}; give [{names!r}]")
+    if unknown := [name for name in names if name not in held]:
+        accepted = ", ".join(map(repr, sorted(held)))
+        raise ValueError(
+            f"no layer has adapters named {', '.join(map(repr, unknown))}; accepted: {accepted}"
+        )
 
 
 def layers_of(model: nn.Module) -> dict[str, Any]:
