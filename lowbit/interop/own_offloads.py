@@ -1,7 +1,8 @@
 """accelerate's own `cpu_offload`, `disk_offload` and `dispatch_model` of a model with low-bit weights.
 
-They look for weights by the names of the parameters, which a state dict does not have for low-bit weights. So for such
-a model they get the weights by name (`lowbit.interop.accelerate`), as soon as accelerate is imported.
+They look for weights by the names of the parameters. For low-bit weights a state dict has their parts, or the values
+that QAT trains. So for such a model they get the weights by name (`lowbit.interop.accelerate`), as soon as accelerate
+is imported.
 """
 
 from __future__ import annotations
@@ -45,16 +46,17 @@ def _for_low_bits(plain: Callable[..., Any], by_name: Callable[..., Any]) -> Cal
     def offload(*args: Any, **kwargs: Any) -> Any:
         bound = signature.bind(*args, **kwargs)
         model, given = bound.arguments["model"], bound.arguments.get("state_dict")
-        parts = model.state_dict() if given is None and _has_low_bits(model) else {}
-        if not {n for n, _ in model.named_parameters()} - {*parts} or not parts:
+        low_bits = {n for n, p in model.named_parameters() if _is_low_bit(p)}
+        whole = model.state_dict() if given is None and low_bits else {}
+        if given is not None or all(_is_low_bit(whole.get(name)) for name in low_bits):
             return plain(*args, **kwargs)  # the model's own hooks name whole weights
         return by_name(plain, dict(bound.arguments))
 
     return offload
 
 
-def _has_low_bits(model: Any) -> bool:
-    return any(isinstance(held_locally(p), LowbitTensor) for p in model.parameters())
+def _is_low_bit(weight: Any) -> bool:
+    return isinstance(held_locally(weight), LowbitTensor)
 
 
 def _in_memory(plain: Callable[..., Any], given: dict[str, Any]) -> Any:

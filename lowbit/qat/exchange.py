@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowbit.convert import Target, find_owners
+from lowbit.convert import Target, check_held, find_owners
 from lowbit.layers.exchange import Held
 from lowbit.layers.stand_in import without
 from lowbit.numerics.sharded import held_locally, is_dtensor
@@ -23,8 +23,8 @@ def prepared_targets(
 ) -> list[Target]:
     """The weights that `lowbit.qat.prepare_` prepared, a tied one once.
 
-    Raises TypeError for anything but a module, ValueError for a sharded weight, with the way out `if_sharded`. None:
-    sharded weights are taken too.
+    Raises TypeError for anything but a module, ValueError for a weight that accelerate offloads and for a sharded
+    weight, with the way out `if_sharded`. None: sharded weights are taken too.
     """
     targets: list[Target] = []
     for owners in find_owners(model).values():
@@ -35,6 +35,7 @@ def prepared_targets(
             continue
         if is_dtensor(weight) and if_sharded is not None:
             raise ValueError(f"{fqn} is sharded: {if_sharded}")
+        check_held(owners[0], weight)
         targets.append(Target(weight, own.scheme, tuple(owners)))
     return targets
 

@@ -19,7 +19,7 @@ def undo_(model: nn.Module) -> Report:
 
     Raises:
         TypeError: `model` is not a module.
-        ValueError: nothing is prepared, or the model is sharded. It is then as it was.
+        ValueError: nothing is prepared, or the model is sharded or offloaded. It is then as it was.
     """
     check_module(model)
     reshard(model)  # so that no gathered weight passes for one that is not sharded

@@ -26,8 +26,8 @@ def convert_(model: nn.Module) -> Report:
         model: prepared by `lowbit.train.prepare_`.
 
     Raises:
-        ValueError: the model has no such weights or is sharded, or a weight has NaN or infinite values. The model is
-            then as it was.
+        ValueError: the model has no such weights, or is sharded or offloaded, or a weight has NaN or infinite values.
+            The model is then as it was.
     """
     kinds = TrainableTensor.for_schemes(TrainingScheme)
     targets = prepared_targets(model, tuple(k for k in kinds if not k.stays), "convert")

@@ -18,6 +18,7 @@ from lowbit.convert import (
     Report,
     Target,
     TrainingSchemes,
+    check_held,
     find_owners,
     find_targets,
     modules_of,
@@ -95,8 +96,8 @@ def restore_(model: nn.Module) -> Report:
 
 
 def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> list[Target]:
-    """The prepared weights of these classes. Raises ValueError for a sharded weight, and if the model has none of these
-    weights, unless `prepare_` left all alone."""
+    """The prepared weights of these classes. Raises ValueError for a sharded or offloaded weight, and if the model has
+    none of these weights, unless `prepare_` left all alone."""
     all_kinds = TrainableTensor.for_schemes(TrainingScheme)
     targets: list[Target] = []
     other: type[TrainableTensor] | None = None
@@ -111,6 +112,7 @@ def prepared_targets(model: nn.Module, kinds: tuple[type, ...], what: str) -> li
             )
         if isinstance(weight, kinds):
             assert isinstance(weight, TrainableTensor)
+            check_held(owners[0], weight)
             targets.append(Target(weight, weight.scheme, tuple(owners)))
     if not targets and other is not None:
         raise ValueError(

@@ -286,6 +286,43 @@ def test_an_offloaded_model_is_not_converted(convert: Any) -> None:
     assert convert(model).converted
 
 
+@pytest.mark.parametrize(
+    ("prepare", "convert"),
+    [
+        (lambda m: lb.qat.prepare_(m, lb.Int4WeightOnly(32), is_inner_linear), lb.qat.convert_),
+        (lambda m: lb.qat.prepare_(m, lb.Int4WeightOnly(32), is_inner_linear), lb.qat.undo_),
+        (lambda m: lb.train.prepare_(m, lb.train.Int8Weight(), is_inner_linear), lb.train.convert_),
+        (lambda m: lb.train.prepare_(m, lb.train.Int8Weight(), is_inner_linear), lb.train.restore_),
+    ],
+    ids=["qat.convert_", "qat.undo_", "train.convert_", "train.restore_"],
+)
+def test_an_offloaded_model_in_training_is_not_converted(prepare: Any, convert: Any) -> None:
+    pytest.importorskip("transformers")
+    model = llama()
+    prepare(model)
+    accelerate.cpu_offload(model, "cpu")
+    expected = logits(model)
+    with pytest.raises(ValueError, match=r"is offloaded by accelerate.*remove_hook_from_module"):
+        convert(model)
+    assert torch.equal(logits(model), expected)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert convert(model).converted
+
+
+def test_adapters_of_an_offloaded_model_are_not_merged() -> None:
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    merge_ = pytest.importorskip("lowbit.peft").merge_
+    model = llama()
+    lb.quantize_(model, lb.Int4WeightOnly(32), is_inner_linear)
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    accelerate.cpu_offload(model, "cpu")
+    with pytest.raises(ValueError, match=r"q_proj.weight is offloaded by accelerate"):
+        merge_(model)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    assert merge_(model).layers
+
+
 def test_plain_models_are_offloaded_as_they_were() -> None:
     model = nn.Sequential(nn.Linear(64, 8))
     x = torch.randn(3, 64)

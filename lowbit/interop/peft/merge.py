@@ -32,7 +32,7 @@ import torch
 from torch import Tensor, nn
 
 from lowbit.convert import check_module, frozen_families, is_tuner
-from lowbit.convert.owners import find_owners
+from lowbit.convert.owners import Owner, check_held, find_owners
 from lowbit.convert.siblings import family_of
 from lowbit.inference.calibration.step import Step
 from lowbit.interop.peft.learned import Learned
@@ -73,10 +73,10 @@ def merge_(
 
     Raises:
         TypeError: `model` is not a module; names, batches or steps of another kind; steps without batches.
-        ValueError: no layer of PEFT; names that no adapter has; adapters that are merged already; NaN or infinite
-            adapters; sums that round to infinity in the dtype of the weight, or so large that siblings, which share a
-            part of their scales with them, would keep less than 20 dB; no batches, or empty ones; steps
-            that change the model in high precision, such as AWQ. The model is then as it was.
+        ValueError: no layer of PEFT; a base weight that accelerate offloads; names that no adapter has; adapters that
+            are merged already; NaN or infinite adapters; sums that round to infinity in the dtype of the weight, or so
+            large that siblings, which share a part of their scales with them, would keep less than 20 dB; no batches,
+            or empty ones; steps that change the model in high precision, such as AWQ. The model is then as it was.
         NotImplementedError: a base weight that trains in low bits, as `lowbit.train.prepare_` makes them from
             `Int8Weight`; with batches, weights that no step rounds: of convolutions, act-order, rotated, tied or
             sharded ones. The model then stays unchanged.
@@ -321,8 +321,11 @@ def _round(name: str, weight: AffineTensor, values: Tensor) -> None:
 
 
 def _check_base(name: str, layer: Any, learns: bool) -> None:
-    weight = getattr(layer.get_base_layer(), attribute_of(layer), None)
+    base, attribute = layer.get_base_layer(), attribute_of(layer)
+    weight = getattr(base, attribute, None)
     own: Any = local(weight)
+    if isinstance(weight, Tensor):
+        check_held(Owner(base, attribute, f"{name}.{attribute}"), weight)
     if isinstance(own, TrainableTensor) and own.updated_in_place() is None:
         raise NotImplementedError(
             f"{name} holds {type(own).__name__}, which trains in low bits, and PEFT would add the adapters to it by "
