@@ -60,9 +60,17 @@ def _is_low_bit(weight: Any) -> bool:
 
 
 def _in_memory(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
+    return plain(**{**given, "state_dict": _on_cpu(given["model"], [""])})
+
+
+def _on_cpu(model: Any, places: list[str]) -> dict[str, Any]:
+    """The tensors of the modules of these names, by name and whole; "" is the whole model."""
     own = importlib.import_module("lowbit.interop.accelerate")
-    state = {n: t.detach().to("cpu") for n, t in own.tensors_of(given["model"])}
-    return plain(**{**given, "state_dict": state})
+    return {
+        name: t.detach().to("cpu")
+        for name, t in own.tensors_of(model)
+        if any(not top or name == top or name.startswith(f"{top}.") for top in places)
+    }
 
 
 def _on_disk(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -80,13 +88,7 @@ def _dispatched(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
     on_cpu = [name for name, device in places.items() if device == "cpu"]
     if not on_cpu or (len({*places.values()}) < 2 and not given.get("force_hooks")):
         return plain(**given)
-    own = importlib.import_module("lowbit.interop.accelerate")
-    state = {
-        name: t.detach().to("cpu")
-        for name, t in own.tensors_of(given["model"])
-        if any(not top or name == top or name.startswith(f"{top}.") for top in on_cpu)
-    }
-    return plain(**{**given, "state_dict": state})
+    return plain(**{**given, "state_dict": _on_cpu(given["model"], on_cpu)})
 
 
 _FUNCTIONS = {"cpu_offload": _in_memory, "disk_offload": _on_disk, "dispatch_model": _dispatched}

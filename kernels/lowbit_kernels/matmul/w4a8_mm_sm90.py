@@ -55,7 +55,7 @@ class W4A8Division(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """Of a block's tile."""
+        """Outputs that a block's tile has."""
         return 128 // self.lanes
 
     def height(self, n: int) -> int:
