@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import lowbit
-from lowbit import Int4Weight, Int8Weight, LowbitTensor, optim
+from lowbit import Int4Weight, Int8MixedPrecision, Int8Weight, LowbitTensor, optim
 from tests import forked
 
 STEPS, SAVE_EVERY = 20, 4
@@ -27,6 +27,10 @@ RUNS = {
         None, partial(optim.Muon8bit, ns_scaling="gram", ns_steps=4, row_beta2=0.95, **CLIPPED)
     ),
     "exact master": (None, partial(optim.AdamW4bit, lr=1e-3, weight_correction="16bit")),
+    "errors in the momentum": (
+        None, partial(optim.AdamW8bit, lr=1e-3, seed=11, weight_correction="momentum")
+    ),
+    "int8 products": (Int8MixedPrecision(always=True), partial(optim.AdamW8bit, **OPTIONS)),
     "int8 weights": (
         Int8Weight(**PRODUCTS), partial(optim.AdamW8bit, weight_correction="momentum", **OPTIONS)
     ),

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from lowbit.tensor import FakeQuantizedTensor, Int8WeightTensor
 from recipes import fsdp2
 from recipes.command_line import UserError
 from recipes.llama import Llama
-from tests.forked import all_finished, ranks
+from tests.forked import Program, all_finished, ranks
 
 TINY = ["--set", "steps=6", "--set", "save_every=2", "--set", "log_every=1", "--set", "lr=1e-2"]
 
@@ -125,6 +126,42 @@ def test_a_killed_run_goes_on(processes, whole, tmp_path):
             )
     else:  # gradients are added in another order
         assert all(abs(found[step] - expected[step]) < 2e-3 * expected[step] for step in expected)
+
+
+def reached(out: Path) -> tuple[int, dict[int, float]]:
+    """The step of the last checkpoint, 0 without one, and the losses of the steps whose lines are whole."""
+    saved = fsdp2.checkpoints(fsdp2.RunFolder(out)) if out.exists() else []
+    metrics = out / "metrics.jsonl"
+    lines = metrics.read_text().split("\n")[:-1] if metrics.exists() else []
+    records = [r for r in map(json.loads, lines) if r["phase"] == "train"]
+    return fsdp2.step_of(saved[-1]) if saved else 0, {r["step"]: r["loss"] for r in records}
+
+
+def killed_when(out: Path, processes: list[Program], is_due: Callable[[int, dict], bool]) -> None:
+    """SIGKILL of all processes as soon as `is_due` of what they have reached."""
+    deadline = time.monotonic() + 120
+    while not is_due(*reached(out)):
+        assert all(p.status() is None for p in processes) and time.monotonic() < deadline
+        time.sleep(0.01)
+    for process in processes:
+        process.kill(signal.SIGKILL)
+    for process in processes:
+        assert process.finished(timeout=90).returncode == -signal.SIGKILL
+
+
+def test_steps_after_a_checkpoint_are_repeated_after_sigkill(source, tmp_path):
+    """Two processes, gradients in 8 bits on the wire, int8 weights: the same losses, digit for digit."""
+    out = tmp_path / "run"
+    options = ["--low-bits", "int8-weights", "--set", "compress=True", "--set", "log_every=1"]
+    options += ["--set", "steps=5000", "--set", "save_every=4", "--data", source, "--out", out]
+    begun = ranks(PROGRAM, *options, processes=2, folder=Path.cwd())
+    killed_when(out, begun, lambda saved, seen: saved > 0 and max(seen, default=0) > saved + 1)
+    saved, before = reached(out)
+    resumed = ranks(PROGRAM, "--resume", out, processes=2, folder=Path.cwd())
+    killed_when(out, resumed, lambda again, seen: again > saved and max(seen) >= max(before))
+    after = reached(out)[1]
+    assert max(before) > saved
+    assert {step: after[step] for step in before} == before
 
 
 def test_killed_for_real(source, tmp_path):
