@@ -73,6 +73,7 @@ def lowbit_options() -> list[OptimizerChoice]:
     """Other algorithms and options than the state format."""
     rounded: dict[str, Any] = {"bf16_stochastic_round": True}
     corrected: dict[str, Any] = {"weight_correction": "8bit"}
+    exact: dict[str, Any] = {"weight_correction": "16bit"}
     clipped: dict[str, Any] = {"max_grad_norm": 1.0, "gradient_reads": 2}
     return [
         lowbit_choice("Lion8bit", "Lion8bit"),
@@ -83,6 +84,7 @@ def lowbit_options() -> list[OptimizerChoice]:
         lowbit_choice("AdamW8bit, stochastic rounding", "AdamW8bit", **rounded),
         lowbit_choice("AdamW4bit, stochastic rounding", "AdamW4bit", **rounded),
         lowbit_choice("AdamW8bit, weight correction", "AdamW8bit", **corrected),
+        lowbit_choice("AdamW8bit, exact weights", "AdamW8bit", **exact),
         lowbit_choice("AdamW8bit, clipping", "AdamW8bit", **clipped),
     ]
 

@@ -312,7 +312,7 @@ def test_every_choice_of_muon_steps(shapes: list[tuple[int, ...]]) -> None:
 
 def test_muons_tables() -> None:
     problems = list(muon_step())
-    assert [len(p.candidates) for p in problems] == [6, 8]
+    assert [len(p.candidates) for p in problems] == [6, 4]
     times = StepTimes(0.045, 0.02, 0.5, 10, 1000, held=1020, extra=2**20)
     for problem in problems:
         result = Result(problem, [Row(c, times) for c in problem.candidates])
