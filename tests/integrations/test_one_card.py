@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,6 +22,7 @@ from recipes import one_card, text
 from recipes.chunked_loss import ChunkedCrossEntropy
 from recipes.graphed_step import GraphedStep, way_out
 from recipes.one_card import ClipByHistory, Config, main, prepared_model
+from tests.forked import Program
 
 SETTINGS = ["steps=6", "context=64", "batch_size=4", "lr=4e-3", "warmup_steps=2", "save_every=3"]
 CPU = torch.device("cpu")
@@ -104,6 +106,18 @@ def losses(printed: str) -> list[float]:
     return [float(line.split()[3]) for line in printed.splitlines() if line.startswith("step")]
 
 
+KILLED = """
+import os, signal, sys
+from recipes import one_card
+save = one_card.save_checkpoint
+def killed(path, content):
+    save(path, content)
+    os.kill(os.getpid(), signal.SIGKILL)
+one_card.save_checkpoint = killed
+one_card.main(sys.argv[1:])
+"""
+
+
 def test_a_run_that_is_cut_resumes_to_the_same_bits(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -125,13 +139,17 @@ def test_a_run_that_is_cut_resumes_to_the_same_bits(
     assert main(command(source, tmp_path / "cut")) == 0
     printed = capsys.readouterr().out
     assert "resumed after step 3" in printed and losses(printed) == whole[3:]
-    ends = [one_card.load_checkpoint(tmp_path / n / "checkpoint.pt") for n in ("whole", "cut")]
+    killed = Program(KILLED, *command(source, tmp_path / "killed"), folder=Path.cwd())
+    assert killed.finished().returncode == -signal.SIGKILL
+    assert main(command(source, tmp_path / "killed")) == 0
+    printed = capsys.readouterr().out
+    assert "resumed after step 3" in printed and losses(printed) == whole[3:]
+    names = ("whole", "cut", "killed")
+    ends = [one_card.load_checkpoint(tmp_path / n / "checkpoint.pt") for n in names]
     for name, value in ends[0]["model"].items():
-        other = ends[1]["model"][name]
-        assert type(value) is type(other)
-        if isinstance(value, lowbit.Int8WeightTensor):
-            value, other = value.codes, other.codes
-        assert torch.equal(value, other), name
+        for other in (ends[1]["model"][name], ends[2]["model"][name]):
+            assert type(value) is type(other)
+            assert torch.equal(*(getattr(t, "codes", t) for t in (value, other))), name
     from safetensors.torch import load_file
 
     files = [load_file(tmp_path / n / "model" / "model.safetensors") for n in ("whole", "cut")]

@@ -7,9 +7,12 @@ import copy
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import lowbit
 from lowbit.optim import qk_clip_
+from lowbit.testing.launch import launch
 from tests.optim.problems import rand, relative
 
 SIZE = 16
@@ -56,6 +59,28 @@ def test_numbers_without_a_factor_leave_heads_alone():
     old = copy.deepcopy((query, key))
     qk_clip_(query, key, torch.tensor([torch.nan, 0.0, torch.inf, 100.0]))
     assert all(torch.equal(a.weight, b.weight) for a, b in zip((query, key), old, strict=True))
+
+
+LARGEST = torch.tensor([50.0, 300.0, 120.0])
+
+
+def check_sharded(rank, world_size):
+    """48 rows of queries and 16 of keys: with two processes a shard ends inside of a head, with three at its end."""
+    model = nn.Sequential(*layers(3, 1))
+    fully_shard(model, mesh=init_device_mesh("cpu", (world_size,)))
+    qk_clip_(*model, LARGEST)
+    return [p.full_tensor().detach() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_fsdp2_equals_one_process(world_size):
+    query, key = layers(3, 1)
+    before = query.weight.detach().clone()
+    qk_clip_(query, key, LARGEST)
+    assert not torch.equal(query.weight, before)
+    for found in launch(check_sharded, world_size):
+        for whole, p in zip(found, (*query.parameters(), *key.parameters()), strict=True):
+            assert torch.equal(whole, p)
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (3,), (4, 1), (9,)], ids=str)
