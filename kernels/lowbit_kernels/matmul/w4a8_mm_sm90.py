@@ -84,13 +84,14 @@ LEAST_TOKENS = 33  # for which an H200 was faster than with x's codes as floatin
 
 
 TOKENS = (64, 80, 96, 112, 128)
-CHUNK_CLOCKS = {"INT4": (264, 3.42), "E2M1": (700, 2.0)}
-"""Clocks of a chunk of 128 rows: without tokens, and for each one. INT4's are fitted, see `plan`; E2M1's are not."""
+CHUNK_CLOCKS = {"INT4": (264, 3.42), "INT4_64": (264, 3.42), "E2M1": (700, 2.0)}
+"""Clocks of a chunk of 128 rows: without tokens, and for each one. INT4's are fitted, see `plan`; those of groups of 64
+and of E2M1 are not."""
 START, END, EXCHANGE = 9240, (1430, 7.2), (3340, 3.3)
 """Clocks of a launch; of the end of a tile, without tokens and for each one; and the same where sums are exchanged."""
 MIXING = 1.04  # what tiles of two sizes cost beyond the estimate
 LONG_PERIOD, LONG_TOKENS = 0.94, 96
-"""Clocks of a chunk in periods of 8 over those in periods of 4, for int4; the least tokens of a tile that has them."""
+"""Clocks of a chunk in periods of 8 over those in periods of 4, for INT4; the least tokens of a tile that has them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -199,7 +200,8 @@ class W4A8Product:
     def __init__(self, operands: WeightOperands, division: W4A8Division | None = None) -> None:
         (n, row), m, k = operands.codes.shape, operands.m, operands.k
         multiprocessors = nvrtc.multiprocessors(operands.codes.device)
-        kind = "E2M1" if is_mxfp4(operands) else "INT4"
+        codes = "INT4_64" if operands.group == 64 else "INT4"
+        kind = "E2M1" if is_mxfp4(operands) else codes
         division = division or plan(m, n, k, kind, multiprocessors)
         tokens, beside, cluster = division.tokens, division.beside, division.cluster
         self.out = operands.out
