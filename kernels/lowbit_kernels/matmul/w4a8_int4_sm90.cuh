@@ -11,9 +11,10 @@
 // other tokens cannot leave the range. quantize_rows_sm90.cu finds loud tokens, and gives them a negative scale. The last
 // bits of a token's results thus depend on whether another token of its tile is loud.
 //
-// On an H200 the units are idle for 40% of a loop that does not scale at all: with one set of sums a warp group waits for its
-// products before it goes on, and registers do not hold two. Three and four warp groups, halves of the tokens, scaling that
-// yields to the other group, and codes unpacked between the products of a chunk were not faster.
+// On an H200 the units are idle for 38% of a loop that scales a sixteenth of its sums: with one set of sums a warp group waits
+// for its products before it goes on, and registers do not hold two sets of 128 tokens. Two sets of fewer tokens, three and
+// four warp groups, halves of the tokens, scaling that yields to the other group, and codes of groups of 128 unpacked between
+// the products of a chunk were not faster.
 
 static constexpr int PARTS = GROUP && GROUP < CHUNK ? CHUNK / GROUP : 1;  // units of a chunk
 static constexpr int UNITS = PERIOD * PARTS;
