@@ -106,6 +106,11 @@ DEVICE unsigned int permute(unsigned int a, unsigned int b, unsigned int selecto
     return result;
 }
 
+DEVICE int dot_of_four(unsigned int a, unsigned int b, int c) {
+    for (int i = 0; i < 32; i += 8) c += (signed char)(a >> i) * (signed char)(b >> i);
+    return c;
+}
+
 DEVICE unsigned int byte_of(unsigned int word, int i) { return word >> 8 * i & 0xff; }
 
 DEVICE unsigned int to_bf16(float x) {

@@ -223,9 +223,10 @@ def test_cuda_kernel_of_odd_values_on_a_cpu(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("k", [16, 4096, 14336, 65536])
-def test_cuda_blocks_hold_their_row(k: int) -> None:
-    own, threads = quantize_rows_sm90.plan(k)
-    assert threads % 32 == 0 and 32 <= threads <= 1024 and own in (4, 8)
+@pytest.mark.parametrize("m", [1, 1000])
+def test_cuda_blocks_hold_their_row(m: int, k: int) -> None:
+    own, threads = quantize_rows_sm90.plan(m, k)
+    assert threads % 32 == 0 and 32 <= threads <= 1024 and own in (1, 2, 4, 8)
     assert own * threads * 8 >= k
 
 

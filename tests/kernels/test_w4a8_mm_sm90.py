@@ -14,13 +14,15 @@ from tests.kernels import emulator, w4a8_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_decode_sm90_gpu import BOUND, exact, operands, tensors_of
 
-LARGE, SMALL, SPLIT, MIXED, LANES, BOTH = DIVISIONS = (
+LARGE, SMALL, SPLIT, MIXED, LANES, BOTH, LONG, LONG_MIXED = DIVISIONS = (
     W4A8Division(128),
     W4A8Division(64),
     W4A8Division(64, split=2),
     W4A8Division(112, last_tokens=48, full_rows=1),
     W4A8Division(64, lanes=2),
     W4A8Division(64, split=2, lanes=2),
+    W4A8Division(128, period=8),
+    W4A8Division(112, last_tokens=48, full_rows=1, period=8),
 )
 SHAPES = [
     (5, 140, 256, 128, False, torch.bfloat16, LARGE),
@@ -35,6 +37,8 @@ SHAPES = [
     (70, 200, 3584, 128, False, torch.bfloat16, LANES),
     (130, 130, 2048, 128, True, torch.float16, BOTH),
     (12, 40, 4608, 128, False, torch.bfloat16, LARGE),  # sums begin anew within a tile
+    (70, 300, 2176, 128, True, torch.bfloat16, LONG),
+    (130, 600, 1216, 64, False, torch.float16, LONG_MIXED),
 ]
 
 
@@ -107,19 +111,25 @@ def test_emulated_nan_stays_with_its_token_and_row() -> None:
 
 @pytest.mark.skipif(not COMPILER, reason="no g++")
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_sums_of_large_codes_are_exact(sign: float) -> None:
-    """All codes at the ends of their ranges: the sums of four chunks are the largest, of either sign."""
+@pytest.mark.parametrize("division", [None, LONG])
+def test_sums_of_large_codes_are_exact(division: W4A8Division | None, sign: float) -> None:
+    """Codes at the ends of their ranges make tokens loud: sums of four chunks are the largest, of either sign."""
     case = case_of(2, 16, 1024, 0, False, torch.float16, "cpu")
     case["x"] = torch.full((2, 1024), sign).half()
     case["codes"] = torch.zeros(16, 512, dtype=torch.uint8)
     case["scale"], case["bias"], case["residual"] = torch.full((16, 1), 2.0**-9).half(), None, None
-    assert torch.equal(emulated(case), torch.full((2, 16), -sign * 1024 * 8 * 2.0**-9).half())
+    assert torch.equal(
+        emulated(case, division), torch.full((2, 16), -sign * 1024 * 8 * 2.0**-9).half()
+    )
 
 
 @pytest.mark.skipif(not COMPILER, reason="no g++")
 @pytest.mark.parametrize(("code", "quiet"), [(60.0, True), (70.0, False)])
 @pytest.mark.parametrize("sign", [-1.0, 1.0])
-def test_sums_of_1024_codes_are_exact(sign: float, code: float, quiet: bool) -> None:
+@pytest.mark.parametrize("division", [None, LONG])
+def test_sums_of_1024_codes_are_exact(
+    division: W4A8Division | None, sign: float, code: float, quiet: bool
+) -> None:
     """The largest sums of tokens that are quiet, whose sums begin anew after 1,024 codes."""
     case = case_of(2, 16, 4096, 0, False, torch.float16, "cpu")
     case["x"] = torch.full((2, 4096), sign * code).half()
@@ -129,7 +139,7 @@ def test_sums_of_1024_codes_are_exact(sign: float, code: float, quiet: bool) -> 
     with emulator.rows_quantization():
         scale = quantize_rows_sm90.turned_codes(case["x"]).scale
     assert torch.equal(scale, torch.full((2,), 1.0 if quiet else -1.0))
-    assert torch.equal(emulated(case), exact(**case).half())
+    assert torch.equal(emulated(case, division), exact(**case).half())
 
 
 @pytest.mark.skipif(not COMPILER, reason="no g++")

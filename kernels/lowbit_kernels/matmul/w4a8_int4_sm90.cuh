@@ -7,19 +7,22 @@
 //   sum_u scale[u] * (S[u] - S[u - 1]) = sum_u (scale[u] - scale[u + 1]) * S[u],  where S[u] is the sum up to u.
 // The two warp groups take turns to begin products: one scales its sums while the units multiply for the other.
 //
-// Sums begin at BASE again at multiples of PERIOD chunks, or of WINDOW chunks if no token of the tile is loud: the sums of
+// Sums begin at BASE again at multiples of LEAST chunks, or of WINDOW chunks if no token of the tile is loud: the sums of
 // other tokens cannot leave the range. quantize_rows_sm90.cu finds loud tokens, and gives them a negative scale. The last
 // bits of a token's results thus depend on whether another token of its tile is loud.
 //
-// On an H200 all other instructions add to the time of the products. Three and four warp groups, halves of the tokens, two
-// sets of sums of which one is scaled while the other multiplies, and codes unpacked between products were not faster.
+// On an H200 the units are idle for 38% of a loop that scales a sixteenth of its sums: with one set of sums a warp group waits
+// for its products before it goes on, and registers do not hold two sets of 128 tokens. Two sets of fewer tokens, three and
+// four warp groups, halves of the tokens, scaling that yields to the other group, and codes of groups of 128 unpacked between
+// the products of a chunk were not faster.
 
 static constexpr int PARTS = GROUP && GROUP < CHUNK ? CHUNK / GROUP : 1;  // units of a chunk
 static constexpr int UNITS = PERIOD * PARTS;
 static_assert(GROUP % CHUNK == 0 || GROUP == 64, "");
-static constexpr int WINDOW = 8;  // chunks: SPAN of quantize_rows_sm90.cu
+static constexpr int LEAST = 4, WINDOW = 8;  // chunks; WINDOW is SPAN of quantize_rows_sm90.cu
+static_assert(PERIOD == LEAST || (PERIOD == WINDOW && LANES == 1), "");
 
-// Without zero points `four_of` gives 16 times the codes. Sums of PERIOD chunks are at most 2**23, and with zero points
+// Without zero points `four_of` gives 16 times the codes. Sums of LEAST chunks are at most 2**23, and with zero points
 // below 2**20. Those of WINDOW chunks are too if the magnitudes of a token's codes add up to at most 2**16.
 static constexpr int BASE = ZERO ? 1 << 20 : 1 << 23;
 // Scales are multiplied by 2**100, so that nothing is subnormal but the sums themselves.
@@ -59,6 +62,7 @@ struct Consumer {
     Ring ring;           // its slot is a multiple of PERIOD
     long long first[2];  // index of the rows' first group
     Fetched own, next;   // of this period and the next one
+    bool loud;           // whether a token of the tile is
 
     MEMBER Consumer(Shared &shared, const void *scale, const signed char *zero, const Shape &shape,
                     const Schedule &schedule, const float *token_scale)
@@ -112,7 +116,7 @@ struct Consumer {
         barrier_wait(full, parity);
         const uint32 zero = shape.m >> 31;
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
+        for (int half = 0; half < 2 / PARTS; ++half)
 #pragma unroll
             for (int i = 0; i < HALF; ++i)
 #pragma unroll
@@ -129,15 +133,27 @@ struct Consumer {
         product_commit();
     }
 
+    // Whether sums begin at BASE within a period, before unit `unit`, if the tile is loud.
+    static constexpr MEMBER bool may_begin(int unit) { return PERIOD > LEAST && unit == LEAST * PARTS; }
+
     // The factors of a unit's sums. `begins`: the next period's sums begin at BASE.
     MEMBER void factors_of(float (&factor)[2], int unit, bool begins, bool more) const {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const bool is_own = unit + 1 < UNITS;
-            const float other = is_own ? own.number(unit + 1, i) : begins || !more ? 0.0f : next.number(0, i);
+            float other = is_own ? own.number(unit + 1, i) : begins || !more ? 0.0f : next.number(0, i);
+            if (may_begin(unit + 1) && loud) other = 0.0f;
             factor[i] = UP * (own.number(unit, i) - other);
             in_use(factor[i]);
         }
+    }
+
+    // Sums begin at BASE with this unit. What BASE will add is taken from totals.
+    template <int COUNT>
+    MEMBER void begin_at_base(float (&totals)[COUNT], int (&sums)[COUNT], int unit) const {
+        const float base[2] = {own.number(unit, 0) * BASE_UP, own.number(unit, 1) * BASE_UP};
+#pragma unroll
+        for (int i = 0; i < COUNT; ++i) totals[i] -= base[i / 2 % 2], sums[i] = BASE, in_use(sums[i]);
     }
 
     // Adds the scaled sums of a unit, whose products are done.
@@ -167,13 +183,10 @@ struct Consumer {
         ring.advance(TURN);
         const bool more = chunk + TURN < schedule.last;
         if (more) next = fetched(chunk + TURN);
-        if (begin) {
-            const float base[2] = {own.number(0, 0) * BASE_UP, own.number(0, 1) * BASE_UP};
-#pragma unroll
-            for (int i = 0; i < COUNT; ++i) totals[i] -= base[i / 2 % 2], sums[i] = BASE, in_use(sums[i]);
-        }
+        if (begin) begin_at_base(totals, sums, 0);
 #pragma unroll
         for (int unit = 0; unit < UNITS; ++unit) {
+            if (may_begin(unit) && loud) begin_at_base(totals, sums, unit);
             const int i = unit / PARTS, part = unit % PARTS;
             const bool ends = i + 1 == PERIOD;
             const uint32 here = tokens + i * (STAGE_BYTES / 16);
@@ -182,30 +195,31 @@ struct Consumer {
             pass_turn();
             float factor[2];
             factors_of(factor, unit, begins, more);
-            if (part == 0) {
+            // Codes of one half are unpacked while the other half of 64 is multiplied, and a whole chunk while the one before is.
+            if (PARTS == 2 && part == 0) unpack(a[i % 2][1], slot + i, 1, own, i);
+            if (part + 1 == PARTS) {
                 if (!ends || more) {
 #pragma unroll
-                    for (int half = 0; half < 2; ++half) {
+                    for (int half = 0; half < 2 / PARTS; ++half)
                         unpack(a[(i + 1) % 2][half], ends ? ring.slot : slot + i + 1, half, ends ? next : own, ends ? 0 : i + 1);
-                    }
                 }
                 if (i + 2 < PERIOD) wait_with(a[(i + 1) % 2], slot + i + 2, parity);
                 else if (more) wait_with(a[(i + 1) % 2], ring.slot + i + 2 - PERIOD, ring.parity);
             }
             product_wait<0>();
-            if (GROUP || (ends && (begins || !more))) add_unit(totals, sums, factor);
+            if (GROUP || (ends ? begins || !more : may_begin(unit + 1) && loud)) add_unit(totals, sums, factor);
             if (part + 1 == PARTS) release(shared, schedule, slot + i);
         }
         own = next;
     }
 
-    // Chunks after which the tile's sums begin at BASE again.
-    MEMBER int window() const {
-        uint32 is_loud = 0;
+    // Whether a token of the schedule's tile is loud.
+    MEMBER bool is_loud() const {
+        uint32 found = 0;
 #pragma unroll
         for (int i = 0; i < TOKENS; i += 32)
-            is_loud |= float_bits(token_scale[min(schedule.token + i + (int)threadIdx.x % 32, shape.m - 1)]) >> 31;
-        return warp_max(is_loud) ? PERIOD : WINDOW;
+            found |= float_bits(token_scale[min(schedule.token + i + (int)threadIdx.x % 32, shape.m - 1)]) >> 31;
+        return warp_max(found);
     }
 
     // The scaled sums of the block's chunks of the tile whose rows of this thread begin at `row`.
@@ -219,13 +233,15 @@ struct Consumer {
         for (int i = 0; i < 2; ++i) first[i] = (long long)min(row + i * 8, shape.n - 1) * shape.groups;
         const int begin_at = schedule.first + turn() * PERIOD;
         own = fetched(begin_at);
-        const int most = window();
+        loud = is_loud();
+        const int most = loud ? LEAST : WINDOW;
         barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
 #pragma unroll
-        for (int half = 0; half < 2; ++half) unpack(a[0][half], ring.slot, half, own, 0);
+        for (int half = 0; half < 2 / PARTS; ++half) unpack(a[0][half], ring.slot, half, own, 0);
         barrier_wait(shared_address(&shared.full[ring.slot + 1]), ring.parity);
         for (int chunk = begin_at; chunk < schedule.last; chunk += TURN) {
-            const bool begin = chunk == begin_at || (chunk & most - 1) < TURN, begins = (chunk + TURN & most - 1) < TURN;
+            const bool always = PERIOD == WINDOW, begins = always || (chunk + TURN & most - 1) < TURN;
+            const bool begin = always || chunk == begin_at || (chunk & most - 1) < TURN;
             add_period(totals, sums, a, chunk, begin, begins);
         }
     }

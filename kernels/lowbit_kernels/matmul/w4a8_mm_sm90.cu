@@ -14,6 +14,7 @@
 //   LAST_TOKENS        of tiles in the last rows, fewer; 0: as of the others
 //   SPLIT              blocks of a cluster that share a tile's K: 1 or 2
 //   LANES              warp groups that take turns at the K of the same 64 rows: 2; 1: each has 64 rows of 128
+//   PERIOD             chunks that a warp group takes at a time, from adjacent slots of the ring: 4 or 8
 //   STAGES             of the ring
 //   VECTOR             1: the scales of a period can be loaded at once, as a row has those of whole periods
 //
@@ -129,12 +130,15 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const TensorMap &out_l
     if (threadIdx.x % 128 == 0) store_wait<0>();
 }
 
+// Whether a block leaves a quarter of the registers to the launch that rounds the next tokens: its blocks wait there.
+static constexpr bool FEW = TOKENS <= 64 && CODES == INT4;
+
 // Grid: a multiple of CLUSTER blocks, at most one per multiprocessor. codes [n, bytes]: tensor map in boxes of
 // ROWS x PITCH bytes. x [m, k]: in boxes of TOKENS / BESIDE x CHUNK. out [m, n]: in boxes of TOKENS / SOURCES x 64. x_last and
 // out_last: the same with LAST_TOKENS.
 // scale and zero [n, groups], with E2M1 in place of zero the ranges of exponents that quantize_rows_sm90.cu writes; bias [n]
 // of OUT or null, token_scale [m]. `chunks`: a multiple of TURN, at least SPLIT times TURN; codes of x beyond k are 0.
-extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(FEW ? 512 : THREADS, 1)
     w4a8_mm(const __grid_constant__ TensorMap codes, const __grid_constant__ TensorMap x,
             const __grid_constant__ TensorMap out, const __grid_constant__ TensorMap x_last,
             const __grid_constant__ TensorMap out_last, const void *scale, const signed char *zero, const void *bias,
@@ -168,7 +172,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         if (threadIdx.x == GROUPS * 128) produce(shared, codes, x, x_last, shape, rank);
         __syncwarp();
     } else {
-        take_registers<232>();
+        take_registers<FEW ? 168 : 232>();
         consume(shared, out, out_last, scale, zero, bias, token_scale, shape, rank);
         __syncwarp();
     }

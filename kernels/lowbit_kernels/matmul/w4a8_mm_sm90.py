@@ -31,7 +31,7 @@ from lowbit_kernels.weight_only.weight_mm_large_batch_sm90 import (
 )
 from lowbit_kernels.weight_only.weight_operands import HALVES, Tensors, WeightOperands, addresses
 
-CHUNK, PERIOD, THREADS = 128, 4, 384
+CHUNK, THREADS = 128, 384
 MAX_STAGES = 12
 BAND = 8  # tiles of tokens that the grid works through together
 
@@ -44,6 +44,7 @@ class W4A8Division(NamedTuple):
     last_tokens: int = 0  # of a tile in the last rows; 0: as of the others
     full_rows: int = 0  # rows of tiles before the last ones, if those have fewer tokens
     lanes: int = 1  # warp groups that take turns at the K of the same 64 rows
+    period: int = 4  # chunks that a warp group takes at a time; 8 takes fewer clocks
 
     @property
     def beside(self) -> int:
@@ -64,13 +65,13 @@ class W4A8Division(NamedTuple):
 
     def chunks(self, k: int) -> int:
         """Chunks that warp groups take in equal numbers; those beyond K are zeros."""
-        turn = PERIOD * self.lanes
+        turn = self.period * self.lanes
         return max(-(-k // (CHUNK * turn)), self.split) * turn
 
     def stages(self) -> tuple[int, int]:
         """Stages of the ring, and bytes of shared memory of a block."""
         stage = self.rows * CHUNK // 2 + self.tokens * CHUNK
-        sources, turn = self.split * self.lanes, PERIOD * self.lanes
+        sources, turn = self.split * self.lanes, self.period * self.lanes
         sums = 4 * 128 * self.tokens if sources > 1 else 1024
         results = 2 * self.tokens // sources * 128
         numbers = 16 * 8
@@ -83,11 +84,14 @@ LEAST_TOKENS = 33  # for which an H200 was faster than with x's codes as floatin
 
 
 TOKENS = (64, 80, 96, 112, 128)
-CHUNK_CLOCKS = {"INT4": (264, 3.42), "E2M1": (700, 2.0)}
-"""Clocks of a chunk of 128 rows: without tokens, and for each one. INT4's are fitted, see `plan`; E2M1's are not."""
+CHUNK_CLOCKS = {"INT4": (264, 3.42), "INT4_64": (264, 3.42), "E2M1": (700, 2.0)}
+"""Clocks of a chunk of 128 rows: without tokens, and for each one. INT4's are fitted, see `plan`; those of groups of 64
+and of E2M1 are not."""
 START, END, EXCHANGE = 9240, (1430, 7.2), (3340, 3.3)
 """Clocks of a launch; of the end of a tile, without tokens and for each one; and the same where sums are exchanged."""
 MIXING = 1.04  # what tiles of two sizes cost beyond the estimate
+LONG_PERIOD, LONG_TOKENS = 0.94, 96
+"""Clocks of a chunk in periods of 8 over those in periods of 4, for INT4; the least tokens of a tile that has them."""
 
 
 @functools.lru_cache(maxsize=4096)
@@ -104,6 +108,8 @@ def plan(m: int, n: int, k: int, kind: str, multiprocessors: int) -> W4A8Divisio
         for split, lanes in ((1, 1), (2, 1), (2, 2))
         if tokens % (16 * split * lanes) == 0
     ]
+    if kind == "INT4":
+        candidates += [W4A8Division(t, period=8) for t in TOKENS if t >= LONG_TOKENS]
     clocks = {c: _clocks(c, m, n, k, kind, multiprocessors) for c in candidates if c.stages()[0]}
     best = min(clocks, key=clocks.__getitem__)
     found = MIXED_GAIN * clocks[best], best
@@ -122,6 +128,7 @@ def _tile_clocks(of: W4A8Division, tokens: int, k: int, kind: str) -> float:
     """Chunks, and the end of the tile."""
     parts = [CHUNK_CLOCKS[kind], END] + ([EXCHANGE] if of.split * of.lanes > 1 else [])
     chunk, *ends = (base + each * tokens for base, each in parts)
+    chunk *= LONG_PERIOD if of.period == 8 else 1.0
     return of.chunks(k) / (of.split * of.lanes) * chunk + sum(ends)
 
 
@@ -193,7 +200,8 @@ class W4A8Product:
     def __init__(self, operands: WeightOperands, division: W4A8Division | None = None) -> None:
         (n, row), m, k = operands.codes.shape, operands.m, operands.k
         multiprocessors = nvrtc.multiprocessors(operands.codes.device)
-        kind = "E2M1" if is_mxfp4(operands) else "INT4"
+        codes = "INT4_64" if operands.group == 64 else "INT4"
+        kind = "E2M1" if is_mxfp4(operands) else codes
         division = division or plan(m, n, k, kind, multiprocessors)
         tokens, beside, cluster = division.tokens, division.beside, division.cluster
         self.out = operands.out
@@ -219,14 +227,14 @@ class W4A8Product:
         self.grid = min(tiles, multiprocessors // cluster) * cluster
         self.sizes = m, n, chunks, operands.groups, rows, columns, BAND, full, last_columns
         if kind == "E2M1":
-            vector = operands.groups % (CHUNK // 32 * PERIOD) == 0
+            vector = operands.groups % (CHUNK // 32 * division.period) == 0
             self.macros = "E2M1", operands.out, torch.float32, 0, False, vector, division
         else:
             zero = operands.zero_point is not None
             # The groups of a period are loaded at once.
             vector = (
                 0 < operands.group <= CHUNK
-                and operands.groups % (CHUNK // operands.group * PERIOD) == 0
+                and operands.groups % (CHUNK // operands.group * division.period) == 0
             )
             self.macros = (
                 "INT4",
@@ -292,6 +300,7 @@ def source(
         "TOKENS": division.tokens,
         "LAST_TOKENS": division.last_tokens,
         "SPLIT": division.split,
+        "PERIOD": division.period,
         "STAGES": division.stages()[0],
     }
     types, *consumer = CONSUMERS[codes]

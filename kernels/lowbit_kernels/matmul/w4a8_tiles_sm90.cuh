@@ -10,7 +10,6 @@ static constexpr int SOURCES = SPLIT * LANES;  // of a tile's sums
 static constexpr int THREADS = 128 * (GROUPS + 1);
 static constexpr int CODE_BYTES = ROWS * PITCH, TOKEN_BYTES = TOKENS * CHUNK, STAGE_BYTES = CODE_BYTES + TOKEN_BYTES;
 static constexpr int STEPS = CHUNK / 32, HALF = STEPS / 2;
-static constexpr int PERIOD = 4;  // chunks that a warp group takes at a time, from adjacent slots of the ring
 static constexpr int TURN = PERIOD * LANES;
 static_assert(STAGES % TURN == 0, "");
 static_assert(TOKENS <= 128 && TOKENS % (16 * SOURCES) == 0, "");

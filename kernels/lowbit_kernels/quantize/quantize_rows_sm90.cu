@@ -29,33 +29,28 @@ DEVICE uint32 coded(uint32 pair, float inverse) {
     return permute(float_bits(integer_of(low, inverse)), float_bits(integer_of(high, inverse)), 0x40);
 }
 
-DEVICE void store_codes(unsigned char *row, int i, uint4 x, float inverse) {
+// Returns the sum of the squares of int8 codes with TURNED, and 0 otherwise.
+DEVICE int store_codes(unsigned char *row, int i, uint4 x, float inverse) {
     const uint32 a = coded(x.x, inverse), b = coded(x.y, inverse), c = coded(x.z, inverse), d = coded(x.w, inverse);
     if constexpr (TURNED) {
         const uint32 first = permute(a, b, 0x5410), second = permute(c, d, 0x5410);
         uint32 *to = (uint32 *)row + i / 4 * 8 + i % 4;
         to[0] = CODES == INT8 ? permute(first, second, 0x6420) : first;
         to[4] = CODES == INT8 ? permute(first, second, 0x7531) : second;
+        if constexpr (MARKED) return dot_of_four(first, first, dot_of_four(second, second, 0));
     } else if constexpr (BYTES == 1) {
         ((uint2 *)row)[i] = make_uint2(permute(a, b, 0x5410), permute(c, d, 0x5410));
     } else {
         ((uint4 *)row)[i] = make_uint4(a, b, c, d);
     }
+    return 0;
 }
 
-// A row is loud if the magnitudes of its codes in any SPAN of k add up to more than QUIET: w4a8_int4_sm90.cuh holds sums of
-// their products with 4-bit codes up to there. A row is also loud if `magnitudes`, which rounds up, is above QUIET.
-static constexpr int SPAN = 1024, QUIET = 1 << 16, WARP_SPAN = 32 * 8;
+// A row is loud if the magnitudes of its codes in some SPAN of k may add up to more than 2^16, which is as far as
+// w4a8_int4_sm90.cuh holds sums of their products with 4-bit codes: if their squares add up to more than QUIET. By Cauchy's
+// inequality the square of a sum of SPAN magnitudes is at most SPAN times the sum of their squares.
+static constexpr int SPAN = 1024, QUIET = 1 << 22, WARP_SPAN = 32 * 8;
 static constexpr int PARTS = MARKED ? MAX_WARPS * VECTORS : 1;  // of a row, each of WARP_SPAN
-
-// At least the sum of the magnitudes of eight codes, and at most 9 more: each code is rounded by half.
-DEVICE int magnitudes(uint4 x, float inverse) {
-    const uint32 pairs[4] = {x.x, x.y, x.z, x.w};
-    float sum = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) sum += fabsf(low_half<HALF>(pairs[i])) + fabsf(high_half<HALF>(pairs[i]));
-    return (int)min(sum * inverse, 8 * 128.0f) + 5;
-}
 
 // Whether a row is loud, for a warp. `sums`: of the row's `count` parts.
 DEVICE bool is_loud(const int (&sums)[PARTS], int count) {
@@ -107,18 +102,17 @@ DEVICE void quantize_row(const unsigned char *x, long long stride, unsigned char
         for (int j = 0; j < VECTORS; ++j) kept[j] = make_uint4(0, 0, 0, 0);
     }
     __shared__ int sums[PARTS];
-#pragma unroll
-    for (int j = 0; MARKED && j < VECTORS; ++j) {
-        const int sum = warp_sum(magnitudes(kept[j], inverse));
-        if (lane == 0) sums[warp + j * warps] = sum;
-    }
     if (!MARKED && threadIdx.x == 0) scale[row] = own;
     const int stored = TURNED ? (vectors + 15) / 16 * 16 : vectors;
     unsigned char *to = codes + row * stored * 8 * BYTES;
 #pragma unroll
     for (int j = 0; j < VECTORS; ++j) {
         const int i = threadIdx.x + j * blockDim.x;
-        if (i < stored) store_codes(to, i, kept[j], inverse);
+        const int squares = i < stored ? store_codes(to, i, kept[j], inverse) : 0;
+        if constexpr (MARKED) {
+            const int sum = warp_sum(squares);
+            if (lane == 0) sums[warp + j * warps] = sum;
+        }
     }
     if constexpr (MARKED) {
         __syncthreads();
@@ -128,11 +122,11 @@ DEVICE void quantize_row(const unsigned char *x, long long stride, unsigned char
     }
 }
 
-// Grid: one block per row.
-extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
+// Grid: one block per row. Blocks with a vector a thread take few registers, so that they fit beside those of products.
+extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32, VECTORS == 1 ? 2 : 1)
     quantize_rows(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors) {
+    let_next_start();  // it waits for this launch, which waits for the one before
     wait_for_previous();
-    let_next_start();
     quantize_row(x, stride, codes, scale, vectors);
 }
 
@@ -175,8 +169,8 @@ extern "C" __global__ void __launch_bounds__(MAX_WARPS * 32)
     quantize_rows_and_ranges(const unsigned char *x, long long stride, unsigned char *codes, float *scale, int vectors,
                              int m, const unsigned char *weight, long long pitch, const unsigned char *exponents,
                              unsigned char *ranges, int n, int groups) {
-    wait_for_previous();
     let_next_start();
+    wait_for_previous();
     if (blockIdx.x < m) return quantize_row(x, stride, codes, scale, vectors);
     __shared__ uint32 passes[MAX_WARPS];
     const int warps = blockDim.x / 32, warp = threadIdx.x / 32, lane = threadIdx.x % 32;

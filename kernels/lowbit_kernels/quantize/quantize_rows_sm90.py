@@ -56,13 +56,17 @@ def takes(x: TensorLayout) -> bool:
     )
 
 
-def plan(k: int) -> tuple[int, int]:
+FEW_ROWS = 512
+
+
+def plan(m: int, k: int) -> tuple[int, int]:
     """Vectors of a thread, and threads of a block.
 
     A thread has four vectors where these suffice. With fewer, the warps of a block wait longer for each other: with one
-    vector and many rows the kernel took up to 1.5 times as long on an H200.
+    vector and many rows the kernel took up to 1.5 times as long on an H200. Up to `FEW_ROWS` a thread has one. Blocks
+    start early, where the launch before leaves room; of small ones, too many gather on these multiprocessors.
     """
-    vectors, own = k // VECTOR, 4
+    vectors, own = k // VECTOR, 1 if m <= FEW_ROWS else 4
     while vectors > own * MAX_THREADS:
         own *= 2
     return own, -(-vectors // (own * 32)) * 32
@@ -101,7 +105,7 @@ def planned(
     """
     x = TensorLayout(*layout)
     m, k = x.shape
-    own, threads = plan(k)
+    own, threads = plan(m, k)
     variant = RowsVariant(DTYPES[x.dtype], format.upper(), DTYPES[dtype], own, turned)
     width = k + -k % 128 if turned else k
     results = Buffer((m, width), dtype), Buffer((m,), torch.float32)
@@ -133,8 +137,8 @@ def turned_codes(x: Tensor, mxfp4: tuple[Tensor, Tensor] | None = None) -> Turne
     """Codes [M, K rounded up to a multiple of 128] of an x for which `takes` holds, in the order that
     ``w4a8_mm_sm90.cu`` needs, and scales [M]: int8, or e4m3 for a weight in MXFP4.
 
-    Scales of int8 are for that kernel alone. Those of loud rows are negative: the magnitudes of their codes add up to
-    more than 2^16, or nearly, in some 1,024 of K. The kernel takes the magnitude as the scale. No scale is 0.
+    Scales of int8 are for that kernel alone. Those of loud rows are negative: the squares of their codes add up to more
+    than 2^22 in some 1,024 of K. The kernel takes the magnitude as the scale. No scale is 0.
 
     Args:
         mxfp4: codes [N, K / 2] and exponents [N, K / 32] of that weight. The same launch finds the ranges of its

@@ -149,6 +149,10 @@ WORD_OF(permute, (unsigned int a, unsigned int b, unsigned int selector), "prmt.
 WORD_OF(masked_or, (unsigned int x, unsigned int mask, unsigned int y), "lop3.b32 %0, %1, %2, %3, 0xea;",
         "r"(x), "r"(mask), "r"(y))
 
+// The products of four signed bytes, added to c.
+INSTRUCTION(int, "=r", dot_of_four, (unsigned int a, unsigned int b, int c), "dp4a.s32.s32 %0, %1, %2, %3;",
+            "r"(a), "r"(b), "r"(c))
+
 DEVICE unsigned int byte_of(unsigned int word, int i) { return permute(word, 0, 0x4440 | i); }
 
 // For data that is used once: the caches evict it first.
