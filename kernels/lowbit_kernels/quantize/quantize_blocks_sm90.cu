@@ -11,6 +11,74 @@
 // All elements that share a scale lie in one tile. So a block reads its tile once, keeps it in registers, finds the
 // scales, and writes both copies.
 
+// A lane's part of a tile: four columns of 16 rows.
+struct BlockPart {
+    Raw<4> row[HEIGHT];
+};
+
+struct BlockShared {
+    union {
+        uint4 transposed[TILE][WARPS];  // for each column, 16 codes a warp
+        Extremes column_max[WARPS][TILE];
+    };
+    Scale row[TILE], column[TILE];
+};
+
+DEVICE void fetch_block(const Job &job, long long tile, BlockPart &part) {
+    const Position at(job, tile);
+    const long long row = at.row + threadIdx.x / 32 * HEIGHT, column = at.column + threadIdx.x % 32 * 4;
+    if (ALIGNED && at.row + TILE <= job.m && at.column + TILE <= job.k) {
+        const unsigned char *from = job.x + (row * job.stride + column) * SIZE;
+        const long long step = job.stride * SIZE;
+#pragma unroll
+        for (int i = 0; i < HEIGHT; ++i) load_aligned(from + i * step, part.row[i]);
+    } else {
+        for (int i = 0; i < HEIGHT; ++i) load(job, row + i, column, part.row[i]);
+    }
+}
+
+// The largest magnitude of column threadIdx.x of a tile, for threads below TILE. `columns`: those of the lane's four
+// columns, in its warp's rows.
+DEVICE uint32 largest_of_column(BlockShared &shared, const Extremes (&columns)[Raw<4>::WORDS]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+        const Extremes own = columns[SIZE == 4 ? j : j / 2];
+        const int shift = SIZE == 4 ? 0 : j % 2 * 16;
+        const uint32 mask = SIZE == 4 ? ~0u : 0xffff;
+        shared.column_max[warp][lane * 4 + j] = {widened(own.high >> shift & mask), widened(own.low >> shift & mask)};
+    }
+    __syncthreads();
+    Extremes largest = {};
+    if (threadIdx.x < TILE) {
+#pragma unroll
+        for (int i = 0; i < WARPS; ++i) {
+            const Extremes own = shared.column_max[i][threadIdx.x];
+            largest.high = max(largest.high, own.high), largest.low = max(largest.low, own.low);
+        }
+    }
+    return largest.bits();
+}
+
+// Chunk w of a column lies at w ^ (column / 4 % 8). So neither writes by lanes four columns apart nor reads of whole
+// columns have bank conflicts.
+DEVICE void store_block_transposed(const Job &job, BlockShared &shared, const Position &at, const uint32 (&codes_t)[4][HEIGHT / 4]) {
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll
+    for (int c = 0; c < 4; ++c)
+        shared.transposed[lane * 4 + c][warp ^ lane % 8] =
+            make_uint4(codes_t[c][0], codes_t[c][1], codes_t[c][2], codes_t[c][3]);
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < TILE * WARPS / THREADS; ++i) {
+        const int chunk = threadIdx.x % WARPS, own = threadIdx.x / WARPS + i * (THREADS / WARPS);
+        const long long column = at.column + own, row = at.row + chunk * HEIGHT;
+        const uint4 codes = shared.transposed[own][chunk ^ own / 4 % 8];
+        if (column < job.k && row < job.end_t())
+            stream_store((uint4 *)(job.codes_t + column * job.pitch_t() + row), codes);
+    }
+}
+
 DEVICE Scale block_scale(uint32 largest) {
     if (largest >= INFINITE) return {-1.0f, 0.0f};
     float value = fmaxf(divide_exactly(bits_float(largest), LARGEST), 0x1p-126f);
@@ -19,7 +87,7 @@ DEVICE Scale block_scale(uint32 largest) {
 }
 
 // Writes the scales of the tile to shared memory and to the results. Returns whether the tile holds a NaN or an infinity.
-DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at, const Part &part) {
+DEVICE bool find_block_scales(const Job &job, BlockShared &shared, const Position &at, const BlockPart &part) {
     constexpr int WORDS = Raw<4>::WORDS;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const long long across = at.column / TILE, down = at.row / TILE;
@@ -95,10 +163,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Job job = {};
     job.x = x, job.stride = stride, job.m = m, job.k = k;
     job.codes = codes, job.scale = scale, job.codes_t = codes_t, job.scale_t = scale_t;
-    Shared &shared = *(Shared *)tile_memory;
+    BlockShared &shared = *(BlockShared *)tile_memory;
     const Position at(job, blockIdx.x);
-    Part part;
-    fetch(job, blockIdx.x, part);
+    BlockPart part;
+    fetch_block(job, blockIdx.x, part);
     if (find_block_scales(job, shared, at, part)) {  // NaN and infinities get code 0
 #pragma unroll
         for (int i = 0; i < HEIGHT; ++i) part.row[i] = finite(part.row[i]);
@@ -131,6 +199,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     if constexpr (COLUMNS) {
         Job padded = job;
         padded.m = (m + TILE - 1) / TILE * TILE;
-        store_transposed(padded, shared, at, codes_of_columns);
+        store_block_transposed(padded, shared, at, codes_of_columns);
     }
 }
