@@ -170,15 +170,10 @@ DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result,
         if constexpr (OUT_SIZE == 2) {
             accumulate(shared, ring, sums, schedule.steps, [&] {
                 more = schedule.take(rank);
-                if (before.rows > 0) {
-                    before.prepare();
-                    results.store(shared, before);
-                }
-                named_barrier_sync(1 + group, 128);  // all have read the previous tile's scales
-                keep_scales(shared, column_scale);
-                named_barrier_sync(1 + group, 128);
+                before.prepare();
+                results.store_before(shared, before.rows > 0, before, column_scale);
             });
-            results.take(shared, sums, row_scale);
+            results.take(shared, sums, row_scale, nullptr, 0, 0);
             before.first = place.first, before.column = place.column, before.rows = place.rows;
         } else {
             accumulate(shared, ring, sums, schedule.steps);

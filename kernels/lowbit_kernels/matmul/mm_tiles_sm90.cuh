@@ -191,15 +191,25 @@ DEVICE void store_sums(Shared &shared, const SUM (&sums)[SUMS], const float (&ro
 struct Results {
     uint32 word[SUMS / 2];
 
-    // The column scales are in shared memory.
-    MEMBER void take(const Shared &shared, const SUM (&sums)[SUMS], const float (&row_scale)[2]) {
+    // As `store_sums` takes them; the column scales are in shared memory.
+    MEMBER void take(const Shared &shared, const SUM (&sums)[SUMS], const float (&row_scale)[2], const void *bias,
+                     int column, int columns) {
 #pragma unroll
         for (int j = 0; j < SUMS / 4; j += 2) {
             float x[8];
-            scaled_pair(sums + j * 4, row_scale, shared.scale[threadIdx.x / 128] + j * 8, nullptr, 0, 0, x);
+            scaled_pair(sums + j * 4, row_scale, shared.scale[threadIdx.x / 128] + j * 8, bias, column + j * 8, columns, x);
 #pragma unroll
             for (int i = 0; i < 4; ++i) word[j * 2 + i] = packed(x[i * 2], x[i * 2 + 1]);
         }
+    }
+    // Stores them, with the barriers of `store_boxes`, and then puts the next tile's column scales into shared memory.
+    template <typename Store>
+    MEMBER void store_before(Shared &shared, bool any, const Store &store, const float (&column_scale)[COLUMN_SCALES]) const {
+        const int group = threadIdx.x / 128;
+        if (any) this->store(shared, store);
+        named_barrier_sync(1 + group, 128);  // all have read the previous tile's scales
+        keep_scales(shared, column_scale);
+        named_barrier_sync(1 + group, 128);
     }
     template <typename Store>
     MEMBER void store(Shared &shared, const Store &store) const {
