@@ -306,12 +306,12 @@ DEVICE void take_end(Extremes &all, const Extremes &own) {
     else all.take(own);
 }
 
-// The first pass over a tile: the largest magnitudes. Those of a lane's rows and columns meet in shared memory. Pairs of
-// the 16 ends of a row lie at pair ^ (row % 8), so that neither writes nor reads of eight rows have bank conflicts.
-DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const Part &part) {
+// The bits of the largest magnitude of the tile's row threadIdx.x, or of its column threadIdx.x - TILE. Those of a lane's
+// rows and columns meet in shared memory. Pairs of the 16 ends of a row lie at pair ^ (row % 8), so that neither writes
+// nor reads of eight rows have bank conflicts.
+DEVICE uint32 largest_of_line(const Job &job, Shared &shared, const Position &at, const Part &part) {
     constexpr int WORDS = Raw<SPAN>::WORDS;
     const int row = lane_row(), across = threadIdx.x % (TILE / SPAN), i = threadIdx.x % TILE;
-    const Position at(job, tile);
     float factors[SPAN];
     if constexpr (FACTOR && BY_ROW) {
 #pragma unroll
@@ -320,29 +320,22 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
             factors[c] = column < job.k ? __ldg(job.factor + column) : 0.0f;
         }
     }
-    Extremes columns[WORDS] = {}, all = {};
+    Extremes columns[WORDS] = {};
 #pragma unroll
     for (int r = 0; r < SPAN; ++r) {
         Extremes own = {};
 #pragma unroll
         for (int j = 0; j < WORDS; ++j) {
-            if constexpr (BY_COLUMN && !TENSORWISE) columns[j].take(part.row[r].word[j]);
+            if constexpr (BY_COLUMN) columns[j].take(part.row[r].word[j]);
             if constexpr (!FACTOR) own.take(part.row[r].word[j]);
         }
-        if constexpr (TENSORWISE) {
-            all.take(own);
-        } else if constexpr (BY_ROW) {
+        if constexpr (BY_ROW) {
             if constexpr (FACTOR) {
 #pragma unroll
                 for (int c = 0; c < SPAN; ++c) own.take_product(part.row[r][c], factors[c]);
             }
             shared.largest.row[row + r][across ^ r * 2] = own;  // r is row % 8
         }
-    }
-    if constexpr (TENSORWISE) {
-        const uint32 largest = all.as_floats().of_warp().bits();
-        if (threadIdx.x % 32 == 0 && largest != 0) atomicMax(job.row_max, largest);
-        return;
     }
     if constexpr (BY_COLUMN) {
 #pragma unroll
@@ -357,18 +350,41 @@ DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const P
                 const uint4 two = *(const uint4 *)&shared.largest.row[i][j ^ i % 8 * 2];
                 take_end(largest, {two.x, two.y}), take_end(largest, {two.z, two.w});
             }
-            const uint32 found = (FACTOR ? largest : largest.as_floats()).bits();
-            if (at.row + i < job.m && found != 0) atomicMax(job.row_max + at.row + i, found);
         }
-    } else if constexpr (BY_COLUMN) {
+        return (FACTOR ? largest : largest.as_floats()).bits();
+    }
+    if constexpr (BY_COLUMN) {
 #pragma unroll
         for (int j = 0; j < HALF_WARPS; ++j) largest.take(shared.largest.column[j][i * SIZE / 4]);
-        const int shift = SIZE == 4 ? 0 : i % 2 * 16;
-        const uint32 mask = SIZE == 4 ? ~0u : 0xffff;
-        const Extremes own = {widened(largest.high >> shift & mask), TWO_SIDED ? widened(largest.low >> shift & mask) : 0};
-        const uint32 found = own.bits();
-        if (at.column + i < job.k && found != 0) atomicMax(job.column_max + at.column + i, found);
     }
+    const int shift = SIZE == 4 ? 0 : i % 2 * 16;
+    const uint32 mask = SIZE == 4 ? ~0u : 0xffff;
+    return Extremes{widened(largest.high >> shift & mask), TWO_SIDED ? widened(largest.low >> shift & mask) : 0}.bits();
+}
+
+// The largest magnitudes of a lane's part, as halves or floats.
+DEVICE Extremes extremes_of(const Part &part) {
+    Extremes all = {};
+#pragma unroll
+    for (int r = 0; r < SPAN; ++r) {
+#pragma unroll
+        for (int j = 0; j < Raw<SPAN>::WORDS; ++j) all.take(part.row[r].word[j]);
+    }
+    return all;
+}
+
+// The first pass over a tile: the largest magnitudes.
+DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const Part &part) {
+    const Position at(job, tile);
+    if constexpr (TENSORWISE) {
+        const uint32 largest = extremes_of(part).as_floats().of_warp().bits();
+        if (threadIdx.x % 32 == 0 && largest != 0) atomicMax(job.row_max, largest);
+        return;
+    }
+    const uint32 largest = largest_of_line(job, shared, at, part);
+    const bool of_row = threadIdx.x < TILE;
+    const long long to = (of_row ? at.row : at.column) + threadIdx.x % TILE;
+    if (largest != 0 && to < (of_row ? job.m : job.k)) atomicMax((of_row ? job.row_max : job.column_max) + to, largest);
 }
 
 // Computes the scales of a tile into shared memory; tiles of the first column and row also write them to the results.
@@ -407,6 +423,12 @@ DEVICE Raw<N> finite(Raw<N> raw) {
     return raw;
 }
 
+// NaN and infinities get code 0.
+DEVICE void clear_infinities(Part &part) {
+#pragma unroll
+    for (int i = 0; i < SPAN; ++i) part.row[i] = finite(part.row[i]);
+}
+
 // Words of a column, with codes of four rows each, lie at word ^ swizzle. So neither writes of one word by lanes of a
 // warp, eight columns and eight rows apart, nor reads of whole columns have bank conflicts.
 DEVICE int swizzle(int column) { return column / SPAN & 1 | column / SPAN >> 1 << 2; }
@@ -424,18 +446,13 @@ DEVICE void store_transposed(const Job &job, const Shared &shared, const Positio
     }
 }
 
-// The second pass over a tile: the codes.
-DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, long long tile, Part &part) {
+// The codes of a tile whose scales, and factors, are in shared memory. Rows of codes are `pitch` apart.
+DEVICE void store_codes(const Job &job, Shared &shared, const Draws &draws, const Position &at, const Part &part,
+                        long long pitch) {
     const int own_row = lane_row(), own_column = lane_column();
-    const Position at(job, tile);
-    const bool poisoned = find_scales(job, shared, at);
-    if (poisoned) {  // NaN and infinities get code 0
-#pragma unroll
-        for (int i = 0; i < SPAN; ++i) part.row[i] = finite(part.row[i]);
-    }
-    const long long row = at.row + own_row, column = at.column + own_column, k16 = job.k16();
-    const int rows = column < k16 ? (int)min((long long)SPAN, job.m - row) : 0;  // to write
-    unsigned char *codes = job.codes + row * k16 + column;
+    const long long row = at.row + own_row, column = at.column + own_column;
+    const int rows = column < pitch ? (int)min((long long)SPAN, job.m - row) : 0;  // to write
+    unsigned char *codes = job.codes + row * pitch + column;
     const int moved = swizzle(own_column);
 #pragma unroll
     for (int i = 0; i < SPAN; i += 4) {
@@ -486,10 +503,17 @@ DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, lo
         if constexpr (ROWS) {
 #pragma unroll
             for (int r = 0; r < 4; ++r)
-                stream_store_if(i + r < rows, (uint2 *)(codes + (i + r) * k16), make_uint2(words[r][0], words[r][1]));
+                stream_store_if(i + r < rows, (uint2 *)(codes + (i + r) * pitch), make_uint2(words[r][0], words[r][1]));
         }
     }
     if constexpr (COLUMNS) store_transposed(job, shared, at);
+}
+
+// The second pass over a tile: the codes.
+DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, long long tile, Part &part) {
+    const Position at(job, tile);
+    if (find_scales(job, shared, at)) clear_infinities(part);
+    store_codes(job, shared, draws, at, part, job.k16());
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
