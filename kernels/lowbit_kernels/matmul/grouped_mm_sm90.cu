@@ -113,47 +113,19 @@ DEVICE void store_zeros(unsigned char *to, long long pitch, int rows, int bytes)
         if (i % CHUNKS * 16 < bytes) *(uint4 *)(to + i / CHUNKS * pitch + i % CHUNKS * 16) = make_uint4(0, 0, 0, 0);
 }
 
-// Where 64 rows of a tile are stored: the first `rows` of them, `bytes` bytes of the columns from `column` on.
-struct Place {
-    const TensorMap &out;
-    unsigned char *result;
-    int pitch;
-    long long first = 0;
-    int column = 0, rows = 0;
-
-    // Plain stores join no group of the TMA's, and so store_boxes would not wait for those of the previous tile.
-    MEMBER void prepare() const {
-        if (threadIdx.x % 128 == 0 && rows < 64) store_wait<0>();
-    }
-    MEMBER void operator()(int i, uint32 box) const {
-        const int at = column + i * BOX_COLUMNS;
-        if (rows < 64) {
-            store_rows(box, result + first * pitch + at * OUT_SIZE, pitch, rows, pitch - at * OUT_SIZE);
-        } else if (threadIdx.x % 128 == 0) {
-            store_box(out, at, first, box);
-            store_commit();
-        }
-    }
-};
-
 // Scales of rows: one for each row of a, for each expert if RAGGED. Scales of columns: one for each row of b and expert;
 // if b_scales is 0, one for all.
-//
-// Results of 16 bits are stored while the products of the next tile run, whose place is found meanwhile too.
 DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result, int pitch, const float *a_scale,
                     const float *b_scale, int b_scales, const Shape &shape, uint32 rank) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int own = group * 64 + thread / 32 * 16 + thread % 32 / 4;
     Schedule schedule(shape);
     Ring ring;
-    Place before = {out, result, pitch};  // of `results`, unless it has no rows
-    Results results;
-    bool more = schedule.take(rank);
-    while (more) {
-        Place place = {out, result, pitch, schedule.out_row() + group * 64, schedule.column, min(schedule.height - group * 64, 64)};
+    while (schedule.take(rank)) {
+        const int column = schedule.column, rows = min(schedule.height - group * 64, 64);
+        const long long first = schedule.out_row() + group * 64;
         if (schedule.steps == 0) {  // no expert has these rows, or this expert has no tokens
-            store_zeros(result + place.first * pitch + place.column * OUT_SIZE, pitch, place.rows, pitch - place.column * OUT_SIZE);
-            more = schedule.take(rank);
+            store_zeros(result + first * pitch + column * OUT_SIZE, pitch, rows, pitch - column * OUT_SIZE);
             continue;
         }
         // Loads the scales early, so that they arrive while the product runs.
@@ -163,30 +135,23 @@ DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result,
             row_scale[i] = own + i * 8 < schedule.height ? a_scale[schedule.out_row() + own + i * 8] : 0.0f;
 #pragma unroll
         for (int i = 0; i < COLUMN_SCALES; ++i) {
-            const int at = place.column + i * 128 + thread;
+            const int at = column + i * 128 + thread;
             column_scale[i] = at < shape.n ? b_scale[b_scales ? (long long)schedule.expert * shape.n + at : 0] : 0.0f;
         }
         SUM sums[SUMS];
-        if constexpr (OUT_SIZE == 2) {
-            accumulate(shared, ring, sums, schedule.steps, [&] {
-                more = schedule.take(rank);
-                before.prepare();
-                results.store_before(shared, before.rows > 0, before, column_scale);
-            });
-            results.take(shared, sums, row_scale, nullptr, 0, 0);
-            before.first = place.first, before.column = place.column, before.rows = place.rows;
-        } else {
-            accumulate(shared, ring, sums, schedule.steps);
-            if (place.rows > 0) {
-                place.prepare();
-                store_sums(shared, sums, row_scale, column_scale, nullptr, place.column, shape.n, place);
+        accumulate(shared, ring, sums, schedule.steps);
+        if (rows <= 0) continue;
+        // Plain stores join no group of the TMA's, and so store_sums would not wait for those of the previous tile.
+        if (thread == 0 && rows < 64) store_wait<0>();
+        store_sums(shared, sums, row_scale, column_scale, nullptr, column, shape.n, [&](int i, uint32 box) {
+            const int at = column + i * BOX_COLUMNS;
+            if (rows < 64) {
+                store_rows(box, result + first * pitch + at * OUT_SIZE, pitch, rows, pitch - at * OUT_SIZE);
+            } else if (thread == 0) {
+                store_box(out, at, first, box);
+                store_commit();
             }
-            more = schedule.take(rank);
-        }
-    }
-    if (before.rows > 0) {
-        before.prepare();
-        results.store(shared, before);
+        });
     }
     if (thread == 0) store_wait<0>();
 }
@@ -208,11 +173,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     let_next_start();
 
     if (threadIdx.x >= GROUPS * 128) {
-        give_registers<40>();
+        give_registers<56>();
         if (threadIdx.x == GROUPS * 128) produce(shared, a, b, shape, rank);
         __syncwarp();
     } else {
-        take_registers<232>();
+        take_registers<224>();
         consume(shared, out, result, pitch, a_scale, b_scale, b_scales, shape, rank);
         __syncwarp();
     }

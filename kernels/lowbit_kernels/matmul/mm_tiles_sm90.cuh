@@ -39,10 +39,8 @@ DEVICE void release(Shared &shared, int slot) {
     if (lane < CLUSTER) barrier_arrive(shared_address(&shared.empty[slot]), lane);
 }
 
-// The sums of 64 rows of a tile over `steps` steps, at least one. `work` runs once, while the products of the first two
-// steps do.
-template <typename Work>
-DEVICE void accumulate(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps, const Work &work) {
+// The sums of 64 rows of a tile over `steps` steps, at least one.
+DEVICE void accumulate(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps) {
     const int group = threadIdx.x / 128;
     int before = 0;
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -53,16 +51,12 @@ DEVICE void accumulate(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps,
 #pragma unroll
         for (int k = 0; k < TILE_K / 32; ++k) multiply(sums, a + 2 * k, b + 2 * k, step > 0 || k > 0);
         product_commit();
-        if (step == min(steps - 1, 1)) work();
         product_wait<1>();  // the previous step is done
         if (step > 0) release(shared, before);
         before = ring.slot;
     }
     product_wait<0>();
     release(shared, before);
-}
-DEVICE void accumulate(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps) {
-    accumulate(shared, ring, sums, steps, [] {});
 }
 
 // Initialises the barriers of the ring; the caller then lets the cluster meet.
@@ -101,40 +95,29 @@ DEVICE uint32 packed(float x, float y) {
     else return to_bf16x2(x, y);
 }
 
-// Eight sums of a thread to results: for each 8 neighbouring columns, a thread holds two in row lane / 4 of its warp's 16
-// rows and two in the row 8 below. `column` is the first one's place in the product.
-DEVICE void scaled_pair(const SUM *sums, const float *row_scale, const float *column_scale, const void *bias, int column,
-                        int columns, float (&x)[8]) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const int at = half * 8 + threadIdx.x % 4 * 2;
-        const float2 scale = *(const float2 *)&column_scale[at];
-        float2 shift = {0.0f, 0.0f};
-        if constexpr (BIAS != NONE) {
-            if (column + at < columns) shift.x = bias_at(bias, column + at);
-            if (column + at + 1 < columns) shift.y = bias_at(bias, column + at + 1);
-        }
-        scaled(sums + half * 4, row_scale[0], scale, shift, x[half * 4], x[half * 4 + 1]);
-        scaled(sums + half * 4 + 2, row_scale[1], scale, shift, x[half * 4 + 2], x[half * 4 + 3]);
-    }
-}
-
-// Writes a thread's part of 8 rows and 16 columns of 16 bits, from column 8 j of a box on, in the TMA's layout.
-DEVICE void store_words(uint32 box, int j, uint32 a, uint32 b, uint32 c, uint32 d) {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-    const int matrix = lane / 8;  // a store has four: rows 0..7 and 8..15 of eight columns, and of the next eight
-    const uint32 row = warp * 16 + (matrix & 1) * 8 + lane % 8, chunk = j + matrix / 2;
-    store_matrices(box + row * 128 + (chunk ^ row % 8) * 16, a, b, c, d);
-}
-
-// Writes 64 x BOX_COLUMNS results, from column `column` of the product on, to shared memory in the TMA's layout.
+// Writes 64 x BOX_COLUMNS results, from column `column` of the product on, to shared memory in the TMA's layout. For
+// each 8 neighbouring columns, a thread holds two in row lane / 4 of its warp's 16 rows and two in the row 8 below.
 DEVICE void fill_box(uint32 box, const SUM *sums, const float *row_scale, const float *column_scale, const void *bias,
                      int column, int columns) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    const int matrix = lane / 8;  // a store has four: rows 0..7 and 8..15 of eight columns, and of the next eight
+    const uint32 row = warp * 16 + (matrix & 1) * 8 + lane % 8;
 #pragma unroll
     for (int j = 0; j < BOX_COLUMNS / 8; j += 2) {
         float x[8];
-        scaled_pair(sums + j * 4, row_scale, column_scale + j * 8, bias, column + j * 8, columns, x);
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+            const int at = (j + half) * 8 + lane % 4 * 2;
+            const float2 scale = *(const float2 *)&column_scale[at];
+            float2 shift = {0.0f, 0.0f};
+            if constexpr (BIAS != NONE) {
+                if (column + at < columns) shift.x = bias_at(bias, column + at);
+                if (column + at + 1 < columns) shift.y = bias_at(bias, column + at + 1);
+            }
+            const SUM *s = sums + (j + half) * 4;
+            scaled(s, row_scale[0], scale, shift, x[half * 4], x[half * 4 + 1]);
+            scaled(s + 2, row_scale[1], scale, shift, x[half * 4 + 2], x[half * 4 + 3]);
+        }
         if constexpr (OUT_SIZE == 4) {
             const uint32 own = warp * 16 + lane / 4;  // own + 8 has the same remainder modulo 8
 #pragma unroll
@@ -145,80 +128,33 @@ DEVICE void fill_box(uint32 box, const SUM *sums, const float *row_scale, const 
                 store_pair(to + 8 * 128, x[half * 4 + 2], x[half * 4 + 3]);
             }
         } else {
-            store_words(box, j, packed(x[0], x[1]), packed(x[2], x[3]), packed(x[4], x[5]), packed(x[6], x[7]));
+            const uint32 chunk = j + matrix / 2;
+            store_matrices(box + row * 128 + (chunk ^ row % 8) * 16, packed(x[0], x[1]), packed(x[2], x[3]),
+                           packed(x[4], x[5]), packed(x[6], x[7]));
         }
     }
 }
 
-// Stores a warpgroup's 64 rows box by box. All threads of it call `fill(i, box)` and, once the box is in shared memory,
-// `store(i, box)`.
-template <typename Fill, typename Store>
-DEVICE void store_boxes(Shared &shared, const Fill &fill, const Store &store) {
-    const int group = threadIdx.x / 128;
-#pragma unroll
-    for (int i = 0; i < BOXES; ++i) {
-        const uint32 box = shared_address(shared.box[group][i % 2]);
-        if (threadIdx.x % 128 == 0) store_wait<(BOXES > 1)>();
-        named_barrier_sync(1 + group, 128);  // the box is free, the scales are in shared memory
-        fill(i, box);
-        fence_for_tma();
-        named_barrier_sync(1 + group, 128);
-        store(i, box);
-    }
-}
-
-DEVICE void keep_scales(Shared &shared, const float (&column_scale)[COLUMN_SCALES]) {
+// Scales the sums of a warpgroup's 64 rows and stores them box by box. All threads of the warpgroup call `store(i, box)`
+// once box i is in shared memory.
+template <typename Store>
+DEVICE void store_sums(Shared &shared, const SUM (&sums)[SUMS], const float (&row_scale)[2],
+                       const float (&column_scale)[COLUMN_SCALES], const void *bias, int column, int columns,
+                       const Store &store) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
 #pragma unroll
     for (int i = 0; i < COLUMN_SCALES; ++i) {
         if (TILE_N % 128 == 0 || thread < TILE_N) shared.scale[group][i * 128 + thread] = column_scale[i];
     }
-}
-
-// Scales the sums of a warpgroup's 64 rows and stores them.
-template <typename Store>
-DEVICE void store_sums(Shared &shared, const SUM (&sums)[SUMS], const float (&row_scale)[2],
-                       const float (&column_scale)[COLUMN_SCALES], const void *bias, int column, int columns,
-                       const Store &store) {
-    keep_scales(shared, column_scale);
-    store_boxes(shared, [&](int i, uint32 box) {
-        fill_box(box, sums + i * (BOX_COLUMNS / 2), row_scale, shared.scale[threadIdx.x / 128] + i * BOX_COLUMNS, bias,
+#pragma unroll
+    for (int i = 0; i < BOXES; ++i) {
+        const uint32 box = shared_address(shared.box[group][i % 2]);
+        if (thread == 0) store_wait<(BOXES > 1)>();
+        named_barrier_sync(1 + group, 128);  // the box is free, the scales are in shared memory
+        fill_box(box, sums + i * (BOX_COLUMNS / 2), row_scale, shared.scale[group] + i * BOX_COLUMNS, bias,
                  column + i * BOX_COLUMNS, columns);
-    }, store);
-}
-
-// Results of 16 bits that are stored while the next tile is multiplied, in half as many registers as their sums.
-struct Results {
-    uint32 word[SUMS / 2];
-
-    // As `store_sums` takes them; the column scales are in shared memory.
-    MEMBER void take(const Shared &shared, const SUM (&sums)[SUMS], const float (&row_scale)[2], const void *bias,
-                     int column, int columns) {
-#pragma unroll
-        for (int j = 0; j < SUMS / 4; j += 2) {
-            float x[8];
-            scaled_pair(sums + j * 4, row_scale, shared.scale[threadIdx.x / 128] + j * 8, bias, column + j * 8, columns, x);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) word[j * 2 + i] = packed(x[i * 2], x[i * 2 + 1]);
-        }
-    }
-    // Stores them, with the barriers of `store_boxes`, and then puts the next tile's column scales into shared memory.
-    template <typename Store>
-    MEMBER void store_before(Shared &shared, bool any, const Store &store, const float (&column_scale)[COLUMN_SCALES]) const {
-        const int group = threadIdx.x / 128;
-        if (any) this->store(shared, store);
-        named_barrier_sync(1 + group, 128);  // all have read the previous tile's scales
-        keep_scales(shared, column_scale);
+        fence_for_tma();
         named_barrier_sync(1 + group, 128);
+        store(i, box);
     }
-    template <typename Store>
-    MEMBER void store(Shared &shared, const Store &store) const {
-        store_boxes(shared, [&](int i, uint32 box) {
-#pragma unroll
-            for (int j = 0; j < BOX_COLUMNS / 8; j += 2) {
-                const uint32 *own = word + i * (BOX_COLUMNS / 4) + j * 2;
-                store_words(box, j, own[0], own[1], own[2], own[3]);
-            }
-        }, store);
-    }
-};
+}

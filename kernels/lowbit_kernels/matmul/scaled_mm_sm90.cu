@@ -84,18 +84,8 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, lane = thread % 32;
     Schedule schedule(shape);
     Ring ring;
-    int to_row = 0, to_column = -1;  // of the results that wait, if there are any
-    const auto store = [&](int i, uint32 box) {
-        if (thread != 0) return;
-        store_box(out, to_column + i * BOX_COLUMNS, to_row, box);
-        store_commit();
-    };
-    constexpr bool LATE = OUT_SIZE == 2;  // results are stored while the products of the next tile run
-    Results results;
-    bool more = schedule.take(rank);
-    while (more) {
+    while (schedule.take(rank)) {
         const int column = schedule.column, row = schedule.row + group * 64, first = row + thread / 32 * 16 + lane / 4;
-        const int out_row = schedule.out_row + group * 64;
         // Loads the scales early, so that they arrive while the product runs.
         float row_scale[2], column_scale[COLUMN_SCALES];
 #pragma unroll
@@ -107,18 +97,15 @@ DEVICE void consume(Shared &shared, const TensorMap &out, const float *a_scale, 
         }
 
         SUM sums[SUMS];
-        accumulate(shared, ring, sums, schedule.end - schedule.first, [&] {
-            more = schedule.take(rank);
-            if constexpr (LATE) results.store_before(shared, to_column >= 0, store, column_scale);
-        });
+        accumulate(shared, ring, sums, schedule.end - schedule.first);
         // Rows outside of the matrix. The sums of slices must not be stored, since their rows lie inside the buffer. The
         // box must not be filled either: the store of the previous tile may still read it.
-        to_row = out_row, to_column = row < shape.m ? column : -1;
-        if constexpr (LATE) results.take(shared, sums, row_scale, bias, column, shape.n);
-        else if (to_column >= 0) store_sums(shared, sums, row_scale, column_scale, bias, column, shape.n, store);
-    }
-    if constexpr (LATE) {
-        if (to_column >= 0) results.store(shared, store);
+        if (row >= shape.m) continue;
+        store_sums(shared, sums, row_scale, column_scale, bias, column, shape.n, [&](int i, uint32 box) {
+            if (thread != 0) return;
+            store_box(out, column + i * BOX_COLUMNS, schedule.out_row + group * 64, box);
+            store_commit();
+        });
     }
     if (thread == 0) store_wait<0>();
 }
