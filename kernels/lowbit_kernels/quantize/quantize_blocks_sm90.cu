@@ -42,7 +42,7 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
         if (of_row ? ROWS : COLUMNS) own = block_scale(largest);
         if ((of_row ? ROWS : COLUMNS) && to < end) (of_row ? job.scale + across * job.m : job.scale_t + down * job.k)[to] = shown(own);
     }
-    (of_row ? shared.row : shared.column)[i] = own;
+    (of_row ? shared.row[i] : shared.column[spread(i)]) = own;
     return __syncthreads_or(own.inverse == 0.0f);
 }
 

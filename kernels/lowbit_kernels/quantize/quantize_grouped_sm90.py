@@ -48,9 +48,7 @@ class GroupedVariant:
     def blocks(self) -> int:
         """Blocks for each multiprocessor: as many as fit without keeping registers in memory. No more are started,
         since a late one has to walk over all experts."""
-        if self.input == "FP32":
-            return 2
-        return 4 if self.format == "INT8" and not self.stochastic else 3
+        return 2 if self.input == "FP32" else 3
 
 
 def tokens(x, offsets, format, rows, columns, seed, row_factor, results) -> list[Tensor]:
@@ -205,7 +203,8 @@ ARGUMENTS = {"quantize_grouped": 17, "transpose_weights": 13, "short_rows": 12}
 
 @functools.cache
 def _kernel(name: str, variant: GroupedVariant, device: torch.device) -> nvrtc.Kernel:
-    shared = 0 if name == "short_rows" else SHARED
+    ahead = TILE * TILE * (4 if variant.input == "FP32" else 2)
+    shared = {"short_rows": 0, "quantize_grouped": SHARED + ahead}.get(name, SHARED)
     with torch.cuda.device(device):
         arch = nvrtc.architecture(device)
         return nvrtc.kernel(source(variant), name, ARGUMENTS[name], arch, shared=shared)

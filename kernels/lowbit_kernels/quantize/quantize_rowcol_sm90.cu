@@ -252,9 +252,12 @@ struct Shared {
             Extremes row[TILE][TILE / SPAN], column[HALF_WARPS][TILE * SIZE / 4];
         } largest;
     };
-    Scale row[TILE], column[TILE];
-    float factor[TILE];  // of the columns
+    Scale row[TILE], column[TILE];  // columns in the order of `spread`
+    float factor[TILE];             // of the columns, in the same order
 };
+
+// The place of a column's scale, so that lanes that need those of columns eight apart have no bank conflicts.
+DEVICE int spread(int column) { return column % SPAN * (TILE / SPAN) + column / SPAN; }
 
 DEVICE int lane_row() { return threadIdx.x / (TILE / SPAN) * SPAN; }
 DEVICE int lane_column() { return threadIdx.x % (TILE / SPAN) * SPAN; }
@@ -398,8 +401,9 @@ DEVICE bool find_scales(const Job &job, Shared &shared, const Position &at) {
     if (TENSORWISE) largest = __ldcg(job.row_max);
     else if (wanted && inside) largest = __ldcg(for_rows ? job.row_max + index : job.column_max + index);
     const Scale scale = GIVEN && for_rows && inside ? given_scale(bits_float(largest)) : scale_of(largest);
-    (for_rows ? shared.row : shared.column)[i] = scale;
-    if (FACTOR && !for_rows) shared.factor[i] = inside ? __ldg(job.factor + index) : 0.0f;
+    if (for_rows) shared.row[i] = scale;
+    else shared.column[spread(i)] = scale;
+    if (FACTOR && !for_rows) shared.factor[spread(i)] = inside ? __ldg(job.factor + index) : 0.0f;
     if (wanted && inside && (for_rows ? at.column : at.row) == 0 && (!TENSORWISE || index == 0)) {
         if (for_rows ? ROWS : COLUMNS) (for_rows ? job.scale : job.scale_t)[index] = shown(scale);
         if (ROW_SCALES && COLUMNS && for_rows) job.scale_t[index] = shown(scale);
@@ -449,7 +453,7 @@ DEVICE void store_transposed(const Job &job, const Shared &shared, const Positio
 // The codes of a tile whose scales, and factors, are in shared memory. Rows of codes are `pitch` apart.
 DEVICE void store_codes(const Job &job, Shared &shared, const Draws &draws, const Position &at, const Part &part,
                         long long pitch) {
-    const int own_row = lane_row(), own_column = lane_column();
+    const int own_row = lane_row(), own_column = lane_column(), across = own_column / SPAN;
     const long long row = at.row + own_row, column = at.column + own_column;
     const int rows = column < pitch ? (int)min((long long)SPAN, job.m - row) : 0;  // to write
     unsigned char *codes = job.codes + row * pitch + column;
@@ -479,7 +483,7 @@ DEVICE void store_codes(const Job &job, Shared &shared, const Draws &draws, cons
 #pragma unroll
                     for (int j = 0; j < 4; ++j) {
                         const float x = part.row[i + r][c + j];
-                        y[j] = quotient_of(FACTOR ? multiply_exactly(x, shared.factor[own_column + c + j]) : x, scale);
+                        y[j] = quotient_of(FACTOR ? multiply_exactly(x, shared.factor[spread(c + j) + across]) : x, scale);
                     }
                     words[r][c / 4] = encode(y, drawn[r]);
                     // factors may have made a number of the row NaN or infinite
@@ -493,7 +497,7 @@ DEVICE void store_codes(const Job &job, Shared &shared, const Draws &draws, cons
                     uint32 own[4];
 #pragma unroll
                     for (int r = 0; r < 4; ++r) {
-                        const Scale scale = ROW_SCALES ? shared.row[own_row + i + r] : shared.column[own_column + c + j];
+                        const Scale scale = ROW_SCALES ? shared.row[own_row + i + r] : shared.column[spread(c + j) + across];
                         y[r] = quotient_of(part.row[i + r][c + j], scale), own[r] = drawn[r][j];
                     }
                     shared.transposed[own_column + c + j][(own_row + i) / 4 ^ moved] = encode(y, own);
