@@ -191,7 +191,9 @@ def test_cuda(case: Case, across: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = case.arguments("cuda")
     sums = 0.0 if case in INT8 else 2.0**-9
     assert_close(OP(*arguments), case, arguments, sums)
-    if not is_empty(case) and nvrtc.runs_on_hopper(arguments[0].device):  # the launcher knows one plan
+    if not is_empty(case) and nvrtc.runs_on_hopper(
+        arguments[0].device
+    ):  # the launcher knows one plan
         assert_close(grouped_mm_sm90.grouped_mm(*arguments), case, arguments, sums)
 
 
