@@ -66,14 +66,12 @@ class GroupedOperands(NamedTuple):
         self,
         x: Tensor,
         weight: Any,
-        bias: None,
+        bias: Tensor | None,
         needs: Sequence[bool],
-        offsets: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        codes_t: Tensor,
-        scale_t: Tensor,
+        *others: Any,
     ) -> tuple[Tensor, Kept]:
+        """`others`: the offsets, and what `quantized_input` gave. There is no bias."""
+        offsets, codes, scale, codes_t, scale_t = others
         scheme = self.scheme
         kept = ((codes_t, scale_t) if scheme.grad_weight else (x,)) if needs[1] else ()
         if not scheme.output:
