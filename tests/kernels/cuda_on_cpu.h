@@ -160,9 +160,6 @@ DEVICE void stream_store(T *p, T x) {
     *p = x;
 }
 
-DEVICE void copy_ahead(uint4 *to, const uint4 *from) { stream_store(to, stream_load(from)); }
-DEVICE void commit_ahead() {}
-DEVICE void wait_ahead() {}
 DEVICE void stream_store_if(bool condition, uint2 *p, uint2 x) {
     if (condition) stream_store(p, x);
 }

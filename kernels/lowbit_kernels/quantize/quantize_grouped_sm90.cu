@@ -92,96 +92,39 @@ DEVICE Job part_of(const Job &whole, const Parts &parts, const Cursor &at) {
 }
 
 #if STEPS < 0 && !GIVEN
-// The part of an item of the order: a tile of a pass over an expert.
-struct Item {
-    Cursor at;
-    int tile, tiles;  // of the expert
-    bool quantizes;
-
-    MEMBER explicit Item(const Order &order, int item)
-        : at(order.cursor()), tile(item - order.begin), tiles(order.items), quantizes(order.quantizes) {}
-};
-
-// A thread copies its own part of the next tile to shared memory while it works on this one, and reads it back itself.
-using Ahead = uint4[Raw<SPAN>::WORDS / 4 * SPAN][THREADS];
-
-DEVICE bool is_whole(const Job &job, const Position &at) {
-    return ALIGNED && at.row + TILE <= job.m && at.column + TILE <= job.k;
-}
-
-DEVICE void fetch_ahead(const Job &job, long long tile, Ahead &ahead) {
-    const Position at(job, tile);
-    if (is_whole(job, at)) {
-        const unsigned char *from = job.x + ((at.row + lane_row()) * job.stride + at.column + lane_column()) * SIZE;
-        const long long step = job.stride * SIZE;
-#pragma unroll
-        for (int i = 0; i < SPAN; ++i) {
-#pragma unroll
-            for (int j = 0; j < Raw<SPAN>::WORDS / 4; ++j)
-                copy_ahead(&ahead[i * (Raw<SPAN>::WORDS / 4) + j][threadIdx.x], (const uint4 *)(from + i * step) + j);
-        }
-    }
-    commit_ahead();
-}
-
-DEVICE void take_ahead(const Job &job, long long tile, const Ahead &ahead, Part &part) {
-    wait_ahead();
-    if (!is_whole(job, Position(job, tile))) {
-        fetch(job, tile, part);
-        return;
-    }
-#pragma unroll
-    for (int i = 0; i < SPAN; ++i) {
-#pragma unroll
-        for (int j = 0; j < Raw<SPAN>::WORDS / 4; ++j) {
-            const uint4 v = ahead[i * (Raw<SPAN>::WORDS / 4) + j][threadIdx.x];
-            uint32 *to = part.row[i].word + j * 4;
-            to[0] = v.x, to[1] = v.y, to[2] = v.z, to[3] = v.w;
-        }
-    }
-}
-
-// `done`: for each expert, the finished tiles of the first pass; then the counter of items. All are zero before. A block
-// holds two items. It waits in the first one alone, for items before that one, so there is no circle.
+// `done`: for each expert, the finished tiles of the first pass; then the counter of items. All are zero before.
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
     quantize_grouped(PARAMETERS, const int *offsets, long long experts, long long each, long long columns_t, uint32 *done) {
     JOB;
     __shared__ int taken[2];
     Shared &shared = *(Shared *)memory;
-    Ahead &ahead = *(Ahead *)(memory + sizeof(Shared));
     const Parts parts = {offsets, (int)experts, (int)m, (int)each, columns_t};
     const Draws draws(job);
     Order order(parts, job.tiles_across());
-    if (threadIdx.x == 0) taken[0] = atomicAdd(done + experts, 2u), taken[1] = taken[0] + 1;
+    if (threadIdx.x == 0) taken[0] = atomicAdd(done + experts, 1u);
     __syncthreads();
-    if (!order.seek(taken[0])) return;
-    Item item(order, taken[0]);
-    fetch_ahead(part_of(job, parts, item.at), item.tile, ahead);
-    for (int turn = 1;; turn ^= 1) {
+    for (int turn = 0;; turn ^= 1) {
+        const int item = taken[turn];
+        if (!order.seek(item)) return;
         uint32 next = 0;  // stored late, since the counter answers late
         if (threadIdx.x == 0) next = atomicAdd(done + experts, 1u);
-        const Job own = part_of(job, parts, item.at);
+        const Cursor at = order.cursor();
+        const Job own = part_of(job, parts, at);
+        const int tile = item - order.begin;
         Part part;
-        take_ahead(own, item.tile, ahead, part);
-        const Item now = item;
-        const bool more = order.seek(taken[turn]);
-        if (more) {
-            item = Item(order, taken[turn]);
-            fetch_ahead(part_of(job, parts, item.at), item.tile, ahead);
-        }
-        if (now.quantizes) {
+        fetch(own, tile, part);
+        if (order.quantizes) {
             if (threadIdx.x == 0)
-                while (load_acquire(done + now.at.expert) < (uint32)now.tiles) sleep_shortly();
+                while (load_acquire(done + at.expert) < (uint32)order.items) sleep_shortly();
             __syncthreads();
-            quantize_tile(own, shared, draws, now.tile, part);
-        } else find_largest(own, shared, now.tile, part);
+            quantize_tile(own, shared, draws, tile, part);
+        } else find_largest(own, shared, tile, part);
         if (threadIdx.x == 0) taken[turn ^ 1] = next;
         __syncthreads();
-        if (!now.quantizes && threadIdx.x == 0) {
+        if (!order.quantizes && threadIdx.x == 0) {
             __threadfence();  // after the barrier, it covers the whole block
-            atomicAdd(done + now.at.expert, 1u);
+            atomicAdd(done + at.expert, 1u);
         }
-        if (!more) return;
     }
 }
 #endif

@@ -203,8 +203,7 @@ ARGUMENTS = {"quantize_grouped": 17, "transpose_weights": 13, "short_rows": 12}
 
 @functools.cache
 def _kernel(name: str, variant: GroupedVariant, device: torch.device) -> nvrtc.Kernel:
-    ahead = TILE * TILE * (4 if variant.input == "FP32" else 2)
-    shared = {"short_rows": 0, "quantize_grouped": SHARED + ahead}.get(name, SHARED)
+    shared = 0 if name == "short_rows" else SHARED
     with torch.cuda.device(device):
         arch = nvrtc.architecture(device)
         return nvrtc.kernel(source(variant), name, ARGUMENTS[name], arch, shared=shared)

@@ -17,9 +17,8 @@
 // quantize. `absmax` and `quantize` do so in two launches. The second runs backwards from the end, where the L2 cache
 // still holds data of the first. `rows` quantizes rows only: a block keeps its row in registers.
 //
-// A tile is 128 x 128. A lane has eight neighbouring columns of eight rows, half a warp all columns of those rows. Eight
-// columns share a hash of random bits. Codes of the transposed copy pass through shared memory, so that a warp writes
-// 128 bytes to each of four of its rows.
+// A tile is 128 x 128. A lane has eight neighbouring columns of eight rows, which share hashes of random bits; half a warp
+// has these rows. Codes of the transposed copy pass through shared memory: a warp writes 128 bytes to four of its rows.
 
 #ifndef GIVEN
 #define GIVEN 0  // `row_max` holds the scales of rows, and no first pass runs
@@ -240,17 +239,12 @@ DEVICE uint32 encode(const float *x, const uint32 *draws) {
 
 // ---- tiles -----------------------------------------------------------------------------------------------------------
 
-// A lane's part of a tile.
-struct Part {
-    Raw<SPAN> row[SPAN];
-};
+struct Part { Raw<SPAN> row[SPAN]; };  // a lane's part of a tile
 
 struct Shared {
     union {
         uint32 transposed[TILE][TILE / 4];  // for each column, codes of four rows a word
-        struct {
-            Extremes row[TILE][TILE / SPAN], column[HALF_WARPS][TILE * SIZE / 4];
-        } largest;
+        struct { Extremes row[TILE][TILE / SPAN], column[HALF_WARPS][TILE * SIZE / 4]; } largest;
     };
     Scale row[TILE], column[TILE];  // columns in the order of `spread`
     float factor[TILE];             // of the columns, in the same order
@@ -303,12 +297,6 @@ DEVICE void find_seed(const Job &job, long long tile) {
     if (threadIdx.x % 32 == 0) add_to(job.seed, SIZE == 4 ? low + (long long)high * 65536 : (long long)low + high);
 }
 
-// The larger of each end: of whole words, or of the float32 bits of products with factors.
-DEVICE void take_end(Extremes &all, const Extremes &own) {
-    if constexpr (FACTOR) all.high = max(all.high, own.high), all.low = max(all.low, own.low);
-    else all.take(own);
-}
-
 // The bits of the largest magnitude of the tile's row threadIdx.x, or of its column threadIdx.x - TILE. Those of a lane's
 // rows and columns meet in shared memory. Pairs of the 16 ends of a row lie at pair ^ (row % 8), so that neither writes
 // nor reads of eight rows have bank conflicts.
@@ -351,7 +339,9 @@ DEVICE uint32 largest_of_line(const Job &job, Shared &shared, const Position &at
 #pragma unroll
             for (int j = 0; j < TILE / SPAN; j += 2) {
                 const uint4 two = *(const uint4 *)&shared.largest.row[i][j ^ i % 8 * 2];
-                take_end(largest, {two.x, two.y}), take_end(largest, {two.z, two.w});
+                if constexpr (FACTOR) {  // float32 bits
+                    largest.high = max(largest.high, max(two.x, two.z)), largest.low = max(largest.low, max(two.y, two.w));
+                } else largest.take({two.x, two.y}), largest.take({two.z, two.w});
             }
         }
         return (FACTOR ? largest : largest.as_floats()).bits();
@@ -427,8 +417,7 @@ DEVICE Raw<N> finite(Raw<N> raw) {
     return raw;
 }
 
-// NaN and infinities get code 0.
-DEVICE void clear_infinities(Part &part) {
+DEVICE void clear_infinities(Part &part) {  // and NaN: their codes are 0
 #pragma unroll
     for (int i = 0; i < SPAN; ++i) part.row[i] = finite(part.row[i]);
 }
@@ -470,10 +459,7 @@ DEVICE void store_codes(const Job &job, Shared &shared, const Draws &draws, cons
             uint32 drawn[4][4] = {};
             if constexpr (STOCHASTIC) {
 #pragma unroll
-                for (int r = 0; r < 4; ++r) {
-#pragma unroll
-                    for (int j = 0; j < 4; ++j) drawn[r][j] = hashes[r] * multiplier(c + j);
-                }
+                for (int e = 0; e < 16; ++e) drawn[e / 4][e % 4] = hashes[e / 4] * multiplier(c + e % 4);
             }
             if constexpr (ROWS) {
 #pragma unroll
@@ -486,8 +472,7 @@ DEVICE void store_codes(const Job &job, Shared &shared, const Draws &draws, cons
                         y[j] = quotient_of(FACTOR ? multiply_exactly(x, shared.factor[spread(c + j) + across]) : x, scale);
                     }
                     words[r][c / 4] = encode(y, drawn[r]);
-                    // factors may have made a number of the row NaN or infinite
-                    if (FACTOR && scale.inverse == 0.0f) words[r][c / 4] = 0;
+                    if (FACTOR && scale.inverse == 0.0f) words[r][c / 4] = 0;  // a factor made a number NaN or infinite
                 }
             }
             if constexpr (COLUMNS) {
@@ -531,8 +516,7 @@ DYNAMIC_SHARED(memory);
 #define JOB                                                                                                            \
     Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, factor, m, k }
 
-#if STEPS == 0
-// One block per tile.
+#if STEPS == 0  // one block per tile
 extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS, long long seed_step, long long seed_start) {
     JOB;
     Part part;

@@ -165,15 +165,6 @@ DEVICE void stream_store_if(bool condition, uint2 *p, uint2 x) {
                  ::"r"((int)condition), "l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
 }
 
-// Copies 16 bytes to shared memory in the background, without the L1 cache (sm_80 and newer). After `commit_ahead` and
-// `wait_ahead` the thread sees what it has copied.
-DEVICE void copy_ahead(uint4 *to, const uint4 *from) {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;"
-                 ::"r"((unsigned int)__cvta_generic_to_shared(to)), "l"(__cvta_generic_to_global(from)) : "memory");
-}
-DEVICE void commit_ahead() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-DEVICE void wait_ahead() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
-
 // Prefetches into the L2 cache (sm_90 and newer); the address and `bytes` are multiples of 16.
 DEVICE void prefetch(const void *p, unsigned int bytes) {
 #if __CUDA_ARCH__ >= 900
