@@ -24,7 +24,7 @@ import lowbit_kernels as kernels
 from lowbit.linear.dequantized import grouped_in_high_precision
 from lowbit.linear.frozen.checks import check_first_derivative, in_rows
 from lowbit.linear.low_bit_linear import quantized_input
-from lowbit.linear.operands import Kept, RoundedLinear
+from lowbit.linear.operands import Kept, rounded_product
 from lowbit.tracing import tracer
 from lowbit.tracing.tracer import Note
 from lowbit_kernels.runtime.seeds import seed_of
@@ -53,7 +53,7 @@ def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
     columns = scheme.grad_weight and learns
     quantized = quantized_input(x, scheme, rows=scheme.output, columns=columns, offsets=offsets)
     how = GroupedOperands(scheme, note)
-    return RoundedLinear.apply(x, stored, None, how, offsets, *quantized)
+    return rounded_product(x, stored, None, how, offsets, *quantized)
 
 
 class GroupedOperands(NamedTuple):
@@ -66,14 +66,12 @@ class GroupedOperands(NamedTuple):
         self,
         x: Tensor,
         weight: Any,
-        bias: None,
+        bias: Tensor | None,
         needs: Sequence[bool],
-        offsets: Tensor,
-        codes: Tensor,
-        scale: Tensor,
-        codes_t: Tensor,
-        scale_t: Tensor,
+        *others: Any,
     ) -> tuple[Tensor, Kept]:
+        """`others`: the offsets, and what `quantized_input` gave. There is no bias."""
+        offsets, codes, scale, codes_t, scale_t = others
         scheme = self.scheme
         kept = ((codes_t, scale_t) if scheme.grad_weight else (x,)) if needs[1] else ()
         if not scheme.output:

@@ -165,6 +165,10 @@ DEVICE void stream_store(T *p, T x) {
     *p = x;
 }
 
+DEVICE void stream_store_if(bool condition, uint2 *p, uint2 x) {
+    if (condition) stream_store(p, x);
+}
+
 template <typename T>
 DEVICE T __ldg(const T *p) { return stream_load(p); }
 template <typename T>

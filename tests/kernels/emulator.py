@@ -156,11 +156,16 @@ def _plans_on_cpu(module: ModuleType, kernel: Callable) -> Iterator[None]:
         mock.patch.object(launcher, "take_over", lambda *_: None),
         filled_memory(),
     ):
-        module.planned.cache_clear()  # plans hold kernels
+        planned = [
+            function for name, function in vars(module).items() if name.startswith("planned")
+        ]
+        for function in planned:
+            function.cache_clear()  # plans hold kernels
         try:
             yield
         finally:
-            module.planned.cache_clear()
+            for function in planned:
+                function.cache_clear()
 
 
 @contextlib.contextmanager
@@ -188,13 +193,13 @@ def grouped_quantization(lag: int) -> Iterator[None]:
     """Inside, ``quantize_grouped_sm90`` takes CPU tensors, with this distance of its two passes. One block takes all
     items in their order. It traps where an item does not come after those that it needs."""
 
-    def kernel(name: str, variant: quantize_grouped_sm90.GroupedVariant, device: int):
+    def kernel(name: str, variant: quantize_grouped_sm90.GroupedVariant, device: torch.device):
         variant = replace(variant, lag=lag)
         source = quantize_grouped_sm90.source(variant, primitives=HEADER.read_text())
         return _emulated(source + GROUPED_FOOTERS[name])
 
     with (
-        _on_cpu(quantize_grouped_sm90, kernel),
+        _plans_on_cpu(quantize_grouped_sm90, kernel),
         mock.patch.object(nvrtc, "multiprocessors", lambda device: 1),
     ):
         yield

@@ -11,8 +11,9 @@ import torch
 
 from lowbit_kernels.matmul import grouped_mm_sm90
 from lowbit_kernels.matmul.mm_tiles_sm90 import FORMATS, Formats
-from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime import launch_plan, launcher, nvrtc
 from tests.kernels.compiled_on_cpu import library
+from tests.kernels.emulator import filled_memory
 from tests.kernels.scaled_mm_emulator import MULTIPLY
 from tests.kernels.sm90_emulator import DESCRIBED, HEADER, launches_on_cpu, launching
 
@@ -27,7 +28,7 @@ extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {
 
 
 def _kernel(
-    out: torch.dtype, formats: Formats, ragged: bool, across: int, device: int
+    out: torch.dtype, formats: Formats, ragged: bool, across: int, device: torch.device
 ) -> Callable[..., None]:
     code = grouped_mm_sm90.source(out, formats, ragged, across)
     folder = Path(grouped_mm_sm90.__file__).parents[1]
@@ -44,8 +45,14 @@ def _kernel(
 def emulated(multiprocessors: int = 4) -> Iterator[None]:
     """Inside, ``grouped_mm_sm90.grouped_mm`` takes CPU tensors, as on a GPU of so many multiprocessors."""
     with (
-        launches_on_cpu(grouped_mm_sm90),
+        launches_on_cpu(launch_plan),
+        filled_memory(),
+        mock.patch.object(launcher, "take_over", lambda *_: None),
         mock.patch.object(grouped_mm_sm90, "_kernel", _kernel),
         mock.patch.object(nvrtc, "multiprocessors", lambda device: multiprocessors),
     ):
-        yield
+        grouped_mm_sm90.planned.cache_clear()  # plans hold kernels
+        try:
+            yield
+        finally:
+            grouped_mm_sm90.planned.cache_clear()

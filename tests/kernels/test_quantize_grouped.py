@@ -71,10 +71,11 @@ def test_each_expert_is_quantized_by_rowcol(case: Case) -> None:
 )
 def test_emulated(case: Case, lag: int) -> None:
     arguments = case.arguments()
-    out = module.allocate(*arguments[:5])
+    (m, k), format, rows, columns = arguments[0].shape, *arguments[2:5]
+    results = module.results_of(m, k, len(case.tokens), format, rows, columns)
     with emulator.grouped_quantization(lag):
-        quantize_grouped_sm90.tokens(*arguments, out)
-    assert_same(out, reference(*arguments), case)
+        out = quantize_grouped_sm90.tokens(*arguments, results)
+    assert_same(tuple(out), reference(*arguments), case)
 
 
 def test_stochastic_rounding_has_the_right_mean_and_both_copies_agree() -> None:
@@ -96,9 +97,9 @@ def test_numbers_that_are_not_finite_spoil_their_row_and_column_only(value: floa
     assert scale.isnan().nonzero().tolist() == [[7]] and not codes[7].any()
     assert scale_t.isnan().nonzero().tolist() == [[1, 3]] and not codes_t[3, 128:143].any()
     if COMPILER:
-        out = module.allocate(x, offsets, "int8", True, True)
+        results = module.results_of(40, 32, 3, "int8", True, True)
         with emulator.grouped_quantization(1):
-            quantize_grouped_sm90.tokens(x, offsets, "int8", True, True, None, None, out)
+            out = quantize_grouped_sm90.tokens(x, offsets, "int8", True, True, None, None, results)
         assert torch.equal(out[0], codes) and torch.equal(out[2][:, :384], codes_t[:, :384])
         assert torch.equal(out[1].isnan(), scale.isnan())
 
@@ -165,16 +166,16 @@ def test_emulated_weights(shape: tuple, format: str) -> None:
     weight = torch.randn(shape, dtype=torch.bfloat16)
     weight[0, 0, 0], weight[-1, -1] = float("nan"), 0.0
     with emulator.grouped_quantization(1):
-        codes, scale = experts_module.allocate(weight, format, False)
-        quantize_grouped_sm90.weights(weight, format, codes, scale)
+        results = experts_module.results_of(*shape, format, False)
+        codes, scale = quantize_grouped_sm90.weights(weight, format, results)
         expected = experts_module.reference(weight, format)
         assert torch.equal(codes.float(), expected[0].float())  # a row with NaN may have codes -0
         assert torch.equal(scale.nan_to_num(-1), expected[1].nan_to_num(-1))
         expected = experts_module.reference(weight, format, transposed=True)
         for is_given in (False, True):
-            codes, own = experts_module.allocate(weight, format, True)
-            own = scale.clone() if is_given else own
-            quantize_grouped_sm90.weights_t(weight, format, codes, own, is_given)
+            results = experts_module.results_of(*shape, format, True)
+            given = scale if is_given else None
+            codes, own = quantize_grouped_sm90.weights_t(weight, format, given, results)
             assert torch.equal(codes.float(), expected[0].float())
             assert torch.equal(own.nan_to_num(-1), expected[1].nan_to_num(-1))
 

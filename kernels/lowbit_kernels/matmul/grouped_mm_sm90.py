@@ -16,10 +16,11 @@ from lowbit_kernels.matmul.mm_tiles_sm90 import (
     instruction,
     ring,
 )
-from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime import launcher, nvrtc
+from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPlan, Map
 from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
-from lowbit_kernels.runtime.tensor_map import tensor_map
+from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
 WIDTH = 256
 """Columns of a tile."""
@@ -45,36 +46,58 @@ def grouped_mm(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, offsets: Tensor, out_dtype: torch.dtype
 ) -> Tensor:
     """``lowbit::grouped_scaled_mm`` on a GPU of compute capability 9.0. The operands are checked; no size is 0."""
-    a, b = aligned(a), aligned(b)
-    a_scale, b_scale, offsets = a_scale.contiguous(), b_scale.contiguous(), offsets.contiguous()
-    experts, ragged = offsets.shape[0], b.dim() == 2
-    m, n, k = a.shape[0], b.shape[-2], a.shape[1]
-    tokens = a_scale.shape[0] if not ragged else k
+    given = a, b, a_scale, b_scale, offsets
+    operands = aligned(a), aligned(b), *(t.contiguous() for t in given[2:])
+    experts, has_scales = offsets.shape[0], b_scale.numel() > 1
+    n = b.shape[-2]
+    across = beside(a.shape[0], experts, n, b.dim() == 2)
+    of = described(operands[0]), described(operands[1])
+    plan = planned(*of, experts, has_scales, out_dtype, across)
+    is_whole = plan.results[0].shape[-1] == n
+    as_given = all(x is y for x, y in zip(given, operands, strict=True))
+    (out,) = launcher.carried_out("grouped_scaled_mm", plan, operands, is_whole and as_given)
+    return out if is_whole else out[..., :n].contiguous()
+
+
+@functools.lru_cache(maxsize=4096)
+def planned(
+    a: Description,
+    b: Description,
+    experts: int,
+    b_scales: bool,
+    out: torch.dtype,
+    across: int,
+) -> LaunchPlan:
+    """The plan of operands a, b, a_scale, b_scale and offsets, contiguous.
+
+    Args:
+        a, b: described, which the TMA can read.
+        experts: how many.
+        b_scales: True for a scale for each row of b.
+        out: the dtype of the result.
+        across: tiles of a cluster that lie beside each other.
+    """
+    own_a, own_b = TensorLayout(*a), TensorLayout(*b)
+    (m, k), n, ragged, device = own_a.shape, own_b.shape[-2], len(own_b.shape) == 2, own_a.device
     # The TMA stores rows that begin at multiples of 16 bytes. Other widths are cut from a wider result.
-    pitch = -(-n * out_dtype.itemsize // 16) * 16
-    shape = (experts, m) if ragged else (m,)
-    out = a.new_empty((*shape, pitch // out_dtype.itemsize), dtype=out_dtype)
-    with torch.cuda.device_of(a):
-        device, stream = torch.cuda.current_device(), torch.cuda.current_stream().cuda_stream
-        multiprocessors = nvrtc.multiprocessors(a.device)
-        across = beside(m, experts, n, ragged)
-        rows, box = experts * m if ragged else m, 128 // out_dtype.itemsize
-        b_rows = n if ragged else experts * n
-        maps = (
-            tensor_map(a.data_ptr(), 1, m, k, k, TILE_M // across, TILE_K),
-            tensor_map(b.data_ptr(), 1, b_rows, k, k, WIDTH * across // CLUSTER, TILE_K),
-            tensor_map(out.data_ptr(), out.itemsize, rows, n, out.shape[-1], 64, box),
-        )
-        kernel = _kernel(out_dtype, (a.dtype, b.dtype), ragged, across, device)
-        kernel(
-            stream,
-            multiprocessors // CLUSTER * CLUSTER,
-            THREADS,
-            *(one.getPtr() for one in maps),
-            *(out.data_ptr(), a_scale.data_ptr(), b_scale.data_ptr(), offsets.data_ptr()),
-            *(pitch, int(b_scale.numel() > 1), experts, tokens, m, n, -(-k // TILE_K), 8 // across),
-        )
-    return out if out.shape[-1] == n else out[..., :n].contiguous()
+    pitch = -(-n * out.itemsize // 16) * 16
+    wide = pitch // out.itemsize
+    multiprocessors = nvrtc.multiprocessors(device)
+    rows, b_rows = experts * m if ragged else m, n if ragged else experts * n
+    maps = (
+        Map(0, 1, m, k, k, TILE_M // across, TILE_K),
+        Map(1, 1, b_rows, k, k, WIDTH * across // CLUSTER, TILE_K),
+        Map(5, out.itemsize, rows, n, wide, 64, 128 // out.itemsize),
+    )
+    sizes = (pitch, int(b_scales), experts, k if ragged else m, m, n, -(-k // TILE_K), 8 // across)
+    launch = Launch(
+        _kernel(out, (own_a.dtype, own_b.dtype), ragged, across, device),
+        multiprocessors // CLUSTER * CLUSTER,
+        THREADS,
+        (*maps, Address(5), Address(2), Address(3), Address(4), *sizes),
+    )
+    result = Buffer((experts, m, wide) if ragged else (m, wide), out)
+    return LaunchPlan((result,), (), (launch,))
 
 
 def source(out: torch.dtype, formats: Formats, ragged: bool, across: int) -> str:
@@ -88,7 +111,8 @@ def source(out: torch.dtype, formats: Formats, ragged: bool, across: int) -> str
 
 @functools.cache
 def _kernel(
-    out: torch.dtype, formats: Formats, ragged: bool, across: int, device: int
+    out: torch.dtype, formats: Formats, ragged: bool, across: int, device: torch.device
 ) -> nvrtc.Kernel:
     code, shared = source(out, formats, ragged, across), ring(WIDTH)[1]
-    return nvrtc.kernel(code, "grouped_mm", 15, structs=3, shared=shared, overlaps=True)
+    with torch.cuda.device(device):
+        return nvrtc.kernel(code, "grouped_mm", 15, structs=3, shared=shared, overlaps=True)

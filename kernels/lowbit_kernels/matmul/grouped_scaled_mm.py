@@ -40,6 +40,7 @@ from lowbit_kernels.runtime.triton_runtime import runs_on
 
 @op(
     "empty(out_dtype, *_shape(a, b, offsets))",
+    planned=True,
     flops="2 * M * b.shape[-2] * (K if b.dim() == 3 else grouped_columns.tokens(K, E))",
     a="codes [M, K]; flatten leading dimensions first",
     b="codes [...]",

@@ -20,70 +20,30 @@ DEVICE Scale block_scale(uint32 largest) {
 
 // Writes the scales of the tile to shared memory and to the results. Returns whether the tile holds a NaN or an infinity.
 DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at, const Part &part) {
-    constexpr int WORDS = Raw<4>::WORDS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const int i = threadIdx.x % TILE;
+    const bool of_row = threadIdx.x < TILE;
     const long long across = at.column / TILE, down = at.row / TILE;
-    Extremes columns[WORDS] = {};
-    uint32 row = 0;
-#pragma unroll
-    for (int i = 0; i < HEIGHT; ++i) {
-        uint32 all = 0;
-#pragma unroll
-        for (int j = 0; j < WORDS; ++j) {
-            const uint32 magnitude = part.row[i].word[j] & MAGNITUDE;
-            if constexpr (COLUMNS && !TILES) columns[j].take(magnitude);
-            all = larger(all, magnitude);
-        }
-        if constexpr (TILES) {
-            row = larger(row, all);
-        } else if constexpr (ROWS) {
-            all = warp_max(largest_of(all));
-            if (lane == i) row = all;
-        }
-    }
-    bool bad = false;
+    Scale own = {-1.0f, 1.0f};
     if constexpr (TILES) {
-        row = warp_max(largest_of(row));
-        if (lane == 0) shared.column_max[warp][0] = {row, 0};
+        const uint32 of_warp = extremes_of(part).as_floats().of_warp().high;
+        if (threadIdx.x % 32 == 0) shared.largest.column[0][threadIdx.x / 32] = {of_warp, 0};
         __syncthreads();
+        uint32 largest = 0;
 #pragma unroll
-        for (int i = 0; i < WARPS; ++i) row = max(row, shared.column_max[i][0].high);
-        const Scale own = block_scale(widened(row));
-        if (threadIdx.x < TILE) shared.row[threadIdx.x] = shared.column[threadIdx.x] = own;
+        for (int w = 0; w < WARPS; ++w) largest = max(largest, shared.largest.column[0][w].high);
+        own = block_scale(largest);
         if (threadIdx.x == 0) {
             if constexpr (ROWS) job.scale[down * job.tiles_across() + across] = shown(own);
             if constexpr (COLUMNS) job.scale_t[across * ((job.m + TILE - 1) / TILE) + down] = shown(own);
         }
-        bad = own.inverse == 0.0f;
     } else {
-        if constexpr (ROWS) {
-            if (lane < HEIGHT) {
-                const Scale own = block_scale(widened(row));
-                const long long to = at.row + warp * HEIGHT + lane;
-                shared.row[warp * HEIGHT + lane] = own;
-                if (to < job.m) job.scale[across * job.m + to] = shown(own);
-                bad = own.inverse == 0.0f;
-            }
-        }
-        if constexpr (COLUMNS) {
-            const uint32 largest = largest_of_column(shared, columns);
-            if (threadIdx.x < TILE) {
-                const Scale own = block_scale(largest);
-                const long long to = at.column + threadIdx.x;
-                shared.column[threadIdx.x] = own;
-                if (to < job.k) job.scale_t[down * job.k + to] = shown(own);
-                bad |= own.inverse == 0.0f;
-            }
-        }
+        const uint32 largest = largest_of_line(job, shared, at, part);
+        const long long to = (of_row ? at.row : at.column) + i, end = of_row ? job.m : job.k;
+        if (of_row ? ROWS : COLUMNS) own = block_scale(largest);
+        if ((of_row ? ROWS : COLUMNS) && to < end) (of_row ? job.scale + across * job.m : job.scale_t + down * job.k)[to] = shown(own);
     }
-    return __syncthreads_or(bad);
-}
-
-DEVICE uint32 encode_scaled(const float (&x)[4], const Scale (&scale)[4]) {
-    float y[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) y[i] = multiply_exactly(x[i], scale[i].inverse);
-    return encode(y, nullptr);
+    (of_row ? shared.row[i] : shared.column[spread(i)]) = own;
+    return __syncthreads_or(own.inverse == 0.0f);
 }
 
 DYNAMIC_SHARED(tile_memory);
@@ -95,42 +55,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     Job job = {};
     job.x = x, job.stride = stride, job.m = m, job.k = k;
     job.codes = codes, job.scale = scale, job.codes_t = codes_t, job.scale_t = scale_t;
+    job.columns_t = (m + TILE - 1) / TILE * TILE;
     Shared &shared = *(Shared *)tile_memory;
     const Position at(job, blockIdx.x);
     Part part;
     fetch(job, blockIdx.x, part);
-    if (find_block_scales(job, shared, at, part)) {  // NaN and infinities get code 0
-#pragma unroll
-        for (int i = 0; i < HEIGHT; ++i) part.row[i] = finite(part.row[i]);
-    }
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const long long row = at.row + warp * HEIGHT, k128 = job.tiles_across() * TILE;
-    const int rows = (int)min((long long)HEIGHT, m - row);  // to write
-    unsigned char *to = codes + row * k128 + at.column + lane * 4;
-    uint32 codes_of_columns[4][HEIGHT / 4];
-#pragma unroll
-    for (int i = 0; i < HEIGHT; i += 4) {
-        if constexpr (ROWS) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r, to += k128) {
-                const Scale own = shared.row[warp * HEIGHT + i + r];
-                const Raw<4> &raw = part.row[i + r];
-                const uint32 code = encode_scaled({raw[0], raw[1], raw[2], raw[3]}, {own, own, own, own});
-                if (i + r < rows) stream_store((uint32 *)to, code);
-            }
-        }
-        if constexpr (COLUMNS) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-                const Scale own = shared.column[lane * 4 + c];
-                const float own_rows[4] = {part.row[i][c], part.row[i + 1][c], part.row[i + 2][c], part.row[i + 3][c]};
-                codes_of_columns[c][i / 4] = encode_scaled(own_rows, {own, own, own, own});
-            }
-        }
-    }
-    if constexpr (COLUMNS) {
-        Job padded = job;
-        padded.m = (m + TILE - 1) / TILE * TILE;
-        store_transposed(padded, shared, at, codes_of_columns);
-    }
+    if (find_block_scales(job, shared, at, part)) clear_infinities(part);
+    store_codes(job, shared, Draws(job), at, part, job.tiles_across() * TILE);
 }

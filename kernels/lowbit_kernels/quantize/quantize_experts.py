@@ -24,12 +24,14 @@ from torch import Tensor
 from lowbit_kernels.quantize import quantize_grouped_sm90, quantize_rowcol
 from lowbit_kernels.quantize.quantize_rowcol import FORMATS, encode
 from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.launch_plan import Buffer
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 
 
 @op(
     "allocate(weight, format, transposed)",
+    planned=True,
     weight="float [E, N, K]",
     scale="float32 [E, N]",
     rules={
@@ -58,12 +60,20 @@ def quantize_experts(
 reference = quantize_experts.reference
 
 
+def results_of(
+    experts: int, n: int, k: int, format: str, transposed: bool
+) -> tuple[Buffer, Buffer]:
+    """codes and scale."""
+    across, along = (k, n) if transposed else (n, k)
+    codes = Buffer((experts, across, along + -along % 16), FORMATS[format][0])
+    return codes, Buffer((experts, n), torch.float32)
+
+
 def allocate(weight: Tensor, format: str, transposed: bool) -> tuple[Tensor, Tensor]:
     """Uninitialised results."""
     experts, n, k = weight.shape
-    across, along = (k, n) if transposed else (n, k)
-    codes = weight.new_empty((experts, across, along + -along % 16), dtype=FORMATS[format][0])
-    return codes, weight.new_empty((experts, n), dtype=torch.float32)
+    codes, scale = results_of(experts, n, k, format, transposed)
+    return codes.empty(weight), scale.empty(weight)
 
 
 @quantize_experts.kernel
@@ -76,10 +86,9 @@ def _launch(weight, format, transposed, scale) -> tuple[Tensor, Tensor] | None:
         flat = weight.reshape(experts * n, k)
         codes, found, _, _ = quantize_rowcol.quantize_rowcol(flat, format, columns=False)
         return codes.view(experts, n, codes.shape[1]), found.view(experts, n)
-    codes, found = allocate(weight, format, transposed)
-    if not transposed:
-        quantize_grouped_sm90.weights(weight, format, codes, found)
+    results = results_of(experts, n, k, format, transposed)
+    if transposed:
+        codes, found = quantize_grouped_sm90.weights_t(weight, format, scale, results)
     else:
-        found = found if scale is None else scale.clone()
-        quantize_grouped_sm90.weights_t(weight, format, codes, found, scale is not None)
+        codes, found = quantize_grouped_sm90.weights(weight, format, results)
     return codes, found

@@ -42,12 +42,14 @@ from lowbit_kernels.quantize.quantize_rowcol import (
     sizes,
 )
 from lowbit_kernels.runtime import nvrtc
+from lowbit_kernels.runtime.launch_plan import Buffer
 from lowbit_kernels.runtime.launches import ran
 from lowbit_kernels.runtime.op import op
 
 
 @op(
     "allocate(x, offsets, format, rows, columns)",
+    planned=True,
     x="float [M, K]",
     offsets="int32 [E]",
     seed="int64 [] or [1]",
@@ -97,15 +99,26 @@ def quantize_grouped(
 reference = quantize_grouped.reference
 
 
+def results_of(
+    m: int, k: int, experts: int, format: str, rows: bool, columns: bool
+) -> tuple[Buffer, ...]:
+    """codes, scale, codes_t and scale_t, empty where they are not wanted; scales of columns are 1 before they are
+    written."""
+    dtype = FORMATS[format][0]
+    return (
+        Buffer((m, k + -k % 16) if rows else (0, 0), dtype),
+        Buffer((m,) if rows else (0,), torch.float32),
+        Buffer((k, grouped_columns.width(m, experts)) if columns else (0, 0), dtype),
+        Buffer((experts, k) if columns else (0, 0), torch.float32, fill=1.0 if columns else None),
+    )
+
+
 def allocate(x: Tensor, offsets: Tensor, format: str, rows: bool, columns: bool) -> Result:
     """The results before they are written; scales of columns are 1."""
-    (m, k), experts, dtype = x.shape, offsets.shape[0], FORMATS[format][0]
-    return (
-        x.new_empty((m, k + -k % 16) if rows else (0, 0), dtype=dtype),
-        x.new_empty((m,) if rows else (0,), dtype=torch.float32),
-        x.new_empty((k, grouped_columns.width(m, experts)) if columns else (0, 0), dtype=dtype),
-        x.new_ones((experts, k) if columns else (0, 0), dtype=torch.float32),
-    )
+    (m, k), experts = x.shape, offsets.shape[0]
+    results = results_of(m, k, experts, format, rows, columns)
+    codes, scale, codes_t, scale_t = (one.empty(x) for one in results)
+    return codes, scale, codes_t, scale_t.fill_(1.0)
 
 
 @quantize_grouped.kernel
@@ -113,7 +126,7 @@ def _launch(x, offsets, format, rows, columns, seed, row_factor) -> Result | Non
     arguments = (x, offsets, format, rows, columns, seed, row_factor)
     if x.numel() and offsets.numel() and (rows or columns) and nvrtc.runs_on_hopper(x.device):
         ran("quantize_grouped", "sm90")
-        out = allocate(x, offsets, format, rows, columns)
-        quantize_grouped_sm90.tokens(*arguments, out)
-        return out
+        results = results_of(x.shape[0], x.shape[1], offsets.shape[0], format, rows, columns)
+        made = quantize_grouped_sm90.tokens(*arguments, results)
+        return made[0], made[1], made[2], made[3]
     return None

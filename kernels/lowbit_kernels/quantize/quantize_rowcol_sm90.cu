@@ -17,9 +17,8 @@
 // quantize. `absmax` and `quantize` do so in two launches. The second runs backwards from the end, where the L2 cache
 // still holds data of the first. `rows` quantizes rows only: a block keeps its row in registers.
 //
-// A tile is 128 x 128. A warp has 16 of its rows, a lane four neighbouring columns of those rows. So a lane has 16
-// codes of a column, which are neighbours in the transposed copy. The codes pass through shared memory, so that a warp
-// writes 128 bytes to each of four rows of the transposed copy.
+// A tile is 128 x 128. A lane has eight neighbouring columns of eight rows, which share hashes of random bits; half a warp
+// has these rows. Codes of the transposed copy pass through shared memory: a warp writes 128 bytes to four of its rows.
 
 #ifndef GIVEN
 #define GIVEN 0  // `row_max` holds the scales of rows, and no first pass runs
@@ -32,6 +31,7 @@ enum { BF16, FP16, FP32 };
 enum { INT8, E4M3, E5M2 };
 
 static constexpr int TILE = 128, THREADS = 256, WARPS = THREADS / 32, HEIGHT = TILE / WARPS;
+static constexpr int SPAN = 8, HALF_WARPS = THREADS / 16;  // a lane's rows and columns of a tile
 static constexpr int SIZE = INPUT == FP32 ? 4 : 2;  // bytes of an element
 static constexpr float LARGEST = FORMAT == INT8 ? 127.0f : FORMAT == E4M3 ? 448.0f : 57344.0f;
 static constexpr uint32 INFINITE = 0x7f800000;
@@ -160,16 +160,6 @@ struct Extremes {
     }
 };
 
-// Four neighbouring factors.
-struct Factors {
-    float of[4];
-
-    MEMBER Factors(const Job &job, long long column) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) of[i] = FACTOR && column + i < job.k ? __ldg(job.factor + column + i) : 0.0f;
-    }
-};
-
 // ---- codes -----------------------------------------------------------------------------------------------------------
 
 struct Scale {
@@ -229,11 +219,11 @@ DEVICE uint32 encode(const float *x, const uint32 *draws) {
         // Adding 1.5 * 2**23, whose unit in the last place is 1, puts an integer in the lowest bits.
         uint32 code[4];
         if constexpr (STOCHASTIC) {
-            // x * 2**16, to a multiple of 2, and 16 random bits: the code is the third byte, 128 too large.
+            // x * 2**16, to a multiple of 2, 16 random bits, and 128 * 2**16: the code is the third byte.
 #pragma unroll
             for (int i = 0; i < 4; ++i)
-                code[i] = 2 * float_bits(fma_exactly(x[i], 32768.0f, 12582912.0f)) + (draws[i] >> 16);
-            return permute(permute(code[0], code[1], 0x0062), permute(code[2], code[3], 0x0062), 0x5410) ^ 0x80808080u;
+                code[i] = 2 * float_bits(fma_exactly(x[i], 32768.0f, 12582912.0f)) + permute(draws[i], 0x80, 0x5432);
+            return permute(permute(code[0], code[1], 0x0062), permute(code[2], code[3], 0x0062), 0x5410);
         }
 #pragma unroll
         for (int i = 0; i < 4; ++i) code[i] = float_bits(x[i] + 12582912.0f);
@@ -249,18 +239,22 @@ DEVICE uint32 encode(const float *x, const uint32 *draws) {
 
 // ---- tiles -----------------------------------------------------------------------------------------------------------
 
-// A lane's part of a tile: four columns of 16 rows.
-struct Part {
-    Raw<4> row[HEIGHT];
-};
+struct Part { Raw<SPAN> row[SPAN]; };  // a lane's part of a tile
 
 struct Shared {
     union {
-        uint4 transposed[TILE][WARPS];  // for each column, 16 codes a warp
-        Extremes column_max[WARPS][TILE];
+        uint32 transposed[TILE][TILE / 4];  // for each column, codes of four rows a word
+        struct { Extremes row[TILE][TILE / SPAN], column[HALF_WARPS][TILE * SIZE / 4]; } largest;
     };
-    Scale row[TILE], column[TILE];
+    Scale row[TILE], column[TILE];  // columns in the order of `spread`
+    float factor[TILE];             // of the columns, in the same order
 };
+
+// The place of a column's scale, so that lanes that need those of columns eight apart have no bank conflicts.
+DEVICE int spread(int column) { return column % SPAN * (TILE / SPAN) + column / SPAN; }
+
+DEVICE int lane_row() { return threadIdx.x / (TILE / SPAN) * SPAN; }
+DEVICE int lane_column() { return threadIdx.x % (TILE / SPAN) * SPAN; }
 
 struct Position {
     long long row, column;  // of a tile's first element
@@ -271,38 +265,15 @@ struct Position {
 
 DEVICE void fetch(const Job &job, long long tile, Part &part) {
     const Position at(job, tile);
-    const long long row = at.row + threadIdx.x / 32 * HEIGHT, column = at.column + threadIdx.x % 32 * 4;
+    const long long row = at.row + lane_row(), column = at.column + lane_column();
     if (ALIGNED && at.row + TILE <= job.m && at.column + TILE <= job.k) {
         const unsigned char *from = job.x + (row * job.stride + column) * SIZE;
         const long long step = job.stride * SIZE;
 #pragma unroll
-        for (int i = 0; i < HEIGHT; ++i) load_aligned(from + i * step, part.row[i]);
+        for (int i = 0; i < SPAN; ++i) load_aligned(from + i * step, part.row[i]);
     } else {
-        for (int i = 0; i < HEIGHT; ++i) load(job, row + i, column, part.row[i]);
+        for (int i = 0; i < SPAN; ++i) load(job, row + i, column, part.row[i]);
     }
-}
-
-// The largest magnitude of column threadIdx.x of a tile, for threads below TILE. `columns`: those of the lane's four
-// columns, in its warp's rows.
-DEVICE uint32 largest_of_column(Shared &shared, const Extremes (&columns)[Raw<4>::WORDS]) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < 4; ++j) {
-        const Extremes own = columns[SIZE == 4 ? j : j / 2];
-        const int shift = SIZE == 4 ? 0 : j % 2 * 16;
-        const uint32 mask = SIZE == 4 ? ~0u : 0xffff;
-        shared.column_max[warp][lane * 4 + j] = {widened(own.high >> shift & mask), widened(own.low >> shift & mask)};
-    }
-    __syncthreads();
-    Extremes largest = {};
-    if (threadIdx.x < TILE) {
-#pragma unroll
-        for (int i = 0; i < WARPS; ++i) {
-            const Extremes own = shared.column_max[i][threadIdx.x];
-            largest.high = max(largest.high, own.high), largest.low = max(largest.low, own.low);
-        }
-    }
-    return largest.bits();
 }
 
 // Adds the bits of a lane's elements in each `seed_step`-th row, as signed integers, to the seed. Few tiles have such a
@@ -326,48 +297,87 @@ DEVICE void find_seed(const Job &job, long long tile) {
     if (threadIdx.x % 32 == 0) add_to(job.seed, SIZE == 4 ? low + (long long)high * 65536 : (long long)low + high);
 }
 
-// The first pass over a tile: the largest magnitudes.
-DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const Part &part) {
-    constexpr int WORDS = Raw<4>::WORDS;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Position at(job, tile);
-    const Factors factors(job, at.column + lane * 4);
-    Extremes columns[WORDS] = {}, row = {};
+// The bits of the largest magnitude of the tile's row threadIdx.x, or of its column threadIdx.x - TILE. Those of a lane's
+// rows and columns meet in shared memory. Pairs of the 16 ends of a row lie at pair ^ (row % 8), so that neither writes
+// nor reads of eight rows have bank conflicts.
+DEVICE uint32 largest_of_line(const Job &job, Shared &shared, const Position &at, const Part &part) {
+    constexpr int WORDS = Raw<SPAN>::WORDS;
+    const int row = lane_row(), across = threadIdx.x % (TILE / SPAN), i = threadIdx.x % TILE;
+    float factors[SPAN];
+    if constexpr (FACTOR && BY_ROW) {
 #pragma unroll
-    for (int i = 0; i < HEIGHT; ++i) {
-        Extremes all = {};
+        for (int c = 0; c < SPAN; ++c) {
+            const long long column = at.column + across * SPAN + c;
+            factors[c] = column < job.k ? __ldg(job.factor + column) : 0.0f;
+        }
+    }
+    Extremes columns[WORDS] = {};
+#pragma unroll
+    for (int r = 0; r < SPAN; ++r) {
+        Extremes own = {};
 #pragma unroll
         for (int j = 0; j < WORDS; ++j) {
-            columns[j].take(part.row[i].word[j]);
-            all.take(part.row[i].word[j]);
+            if constexpr (BY_COLUMN) columns[j].take(part.row[r].word[j]);
+            if constexpr (!FACTOR) own.take(part.row[r].word[j]);
         }
-        if constexpr (TENSORWISE) {
-            row.take(all);
-        } else if constexpr (BY_ROW) {
-            Extremes own = {};
+        if constexpr (BY_ROW) {
             if constexpr (FACTOR) {
 #pragma unroll
-                for (int c = 0; c < 4; ++c) own.take_product(part.row[i][c], factors.of[c]);
-            } else own = all.as_floats();
-            own = own.of_warp();
-            if (lane == i) row = own;
+                for (int c = 0; c < SPAN; ++c) own.take_product(part.row[r][c], factors[c]);
+            }
+            shared.largest.row[row + r][across ^ r * 2] = own;  // r is row % 8
         }
     }
-    if constexpr (TENSORWISE) {
-        const uint32 largest = row.as_floats().of_warp().bits();
-        if (lane == 0 && largest != 0) atomicMax(job.row_max, largest);
-        return;
+    if constexpr (BY_COLUMN) {
+#pragma unroll
+        for (int j = 0; j < WORDS; ++j) shared.largest.column[threadIdx.x / 16][across * WORDS + j] = columns[j];
     }
-    if constexpr (BY_ROW) {
-        const long long to = at.row + warp * HEIGHT + lane;
-        const uint32 largest = row.bits();
-        if (lane < HEIGHT && to < job.m && largest != 0) atomicMax(job.row_max + to, largest);
+    __syncthreads();
+    Extremes largest = {};
+    if (threadIdx.x < TILE) {
+        if constexpr (BY_ROW) {
+#pragma unroll
+            for (int j = 0; j < TILE / SPAN; j += 2) {
+                const uint4 two = *(const uint4 *)&shared.largest.row[i][j ^ i % 8 * 2];
+                if constexpr (FACTOR) {  // float32 bits
+                    largest.high = max(largest.high, max(two.x, two.z)), largest.low = max(largest.low, max(two.y, two.w));
+                } else largest.take({two.x, two.y}), largest.take({two.z, two.w});
+            }
+        }
+        return (FACTOR ? largest : largest.as_floats()).bits();
     }
     if constexpr (BY_COLUMN) {
-        const uint32 largest = largest_of_column(shared, columns);
-        const long long to = at.column + threadIdx.x;
-        if (threadIdx.x < TILE && to < job.k && largest != 0) atomicMax(job.column_max + to, largest);
+#pragma unroll
+        for (int j = 0; j < HALF_WARPS; ++j) largest.take(shared.largest.column[j][i * SIZE / 4]);
     }
+    const int shift = SIZE == 4 ? 0 : i % 2 * 16;
+    const uint32 mask = SIZE == 4 ? ~0u : 0xffff;
+    return Extremes{widened(largest.high >> shift & mask), TWO_SIDED ? widened(largest.low >> shift & mask) : 0}.bits();
+}
+
+// The largest magnitudes of a lane's part, as halves or floats.
+DEVICE Extremes extremes_of(const Part &part) {
+    Extremes all = {};
+#pragma unroll
+    for (int r = 0; r < SPAN; ++r) {
+#pragma unroll
+        for (int j = 0; j < Raw<SPAN>::WORDS; ++j) all.take(part.row[r].word[j]);
+    }
+    return all;
+}
+
+// The first pass over a tile: the largest magnitudes.
+DEVICE void find_largest(const Job &job, Shared &shared, long long tile, const Part &part) {
+    const Position at(job, tile);
+    if constexpr (TENSORWISE) {
+        const uint32 largest = extremes_of(part).as_floats().of_warp().bits();
+        if (threadIdx.x % 32 == 0 && largest != 0) atomicMax(job.row_max, largest);
+        return;
+    }
+    const uint32 largest = largest_of_line(job, shared, at, part);
+    const bool of_row = threadIdx.x < TILE;
+    const long long to = (of_row ? at.row : at.column) + threadIdx.x % TILE;
+    if (largest != 0 && to < (of_row ? job.m : job.k)) atomicMax((of_row ? job.row_max : job.column_max) + to, largest);
 }
 
 // Computes the scales of a tile into shared memory; tiles of the first column and row also write them to the results.
@@ -381,7 +391,9 @@ DEVICE bool find_scales(const Job &job, Shared &shared, const Position &at) {
     if (TENSORWISE) largest = __ldcg(job.row_max);
     else if (wanted && inside) largest = __ldcg(for_rows ? job.row_max + index : job.column_max + index);
     const Scale scale = GIVEN && for_rows && inside ? given_scale(bits_float(largest)) : scale_of(largest);
-    (for_rows ? shared.row : shared.column)[i] = scale;
+    if (for_rows) shared.row[i] = scale;
+    else shared.column[spread(i)] = scale;
+    if (FACTOR && !for_rows) shared.factor[spread(i)] = inside ? __ldg(job.factor + index) : 0.0f;
     if (wanted && inside && (for_rows ? at.column : at.row) == 0 && (!TENSORWISE || index == 0)) {
         if (for_rows ? ROWS : COLUMNS) (for_rows ? job.scale : job.scale_t)[index] = shown(scale);
         if (ROW_SCALES && COLUMNS && for_rows) job.scale_t[index] = shown(scale);
@@ -390,9 +402,10 @@ DEVICE bool find_scales(const Job &job, Shared &shared, const Position &at) {
 }
 
 // Replaces NaN and infinities by zeros.
-DEVICE Raw<4> finite(Raw<4> raw) {
+template <int N>
+DEVICE Raw<N> finite(Raw<N> raw) {
 #pragma unroll
-    for (int j = 0; j < Raw<4>::WORDS; ++j) {
+    for (int j = 0; j < Raw<N>::WORDS; ++j) {
         constexpr uint32 EXPONENT = INPUT == FP32 ? INFINITE : INPUT == BF16 ? 0x7f80 : 0x7c00;
         if constexpr (SIZE == 4) {
             if ((raw.word[j] & EXPONENT) == EXPONENT) raw.word[j] = 0;
@@ -404,80 +417,92 @@ DEVICE Raw<4> finite(Raw<4> raw) {
     return raw;
 }
 
-// Chunk w of a column lies at w ^ (column / 4 % 8). So neither writes by lanes four columns apart nor reads of whole
-// columns have bank conflicts.
-DEVICE void store_transposed(const Job &job, Shared &shared, const Position &at, const uint32 (&codes_t)[4][HEIGHT / 4]) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+DEVICE void clear_infinities(Part &part) {  // and NaN: their codes are 0
 #pragma unroll
-    for (int c = 0; c < 4; ++c)
-        shared.transposed[lane * 4 + c][warp ^ lane % 8] =
-            make_uint4(codes_t[c][0], codes_t[c][1], codes_t[c][2], codes_t[c][3]);
+    for (int i = 0; i < SPAN; ++i) part.row[i] = finite(part.row[i]);
+}
+
+// Words of a column, with codes of four rows each, lie at word ^ swizzle. So neither writes of one word by lanes of a
+// warp, eight columns and eight rows apart, nor reads of whole columns have bank conflicts.
+DEVICE int swizzle(int column) { return column / SPAN & 1 | column / SPAN >> 1 << 2; }
+
+DEVICE void store_transposed(const Job &job, const Shared &shared, const Position &at) {
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < TILE * WARPS / THREADS; ++i) {
-        const int chunk = threadIdx.x % WARPS, own = threadIdx.x / WARPS + i * (THREADS / WARPS);
-        const long long column = at.column + own, row = at.row + chunk * HEIGHT;
-        const uint4 codes = shared.transposed[own][chunk ^ own / 4 % 8];
+    for (int i = 0; i < TILE * 8 / THREADS; ++i) {
+        const int chunk = threadIdx.x % 8, own = threadIdx.x / 8 + i * (THREADS / 8), moved = swizzle(own);
+        const long long column = at.column + own, row = at.row + chunk * 16;
+        uint4 codes = *(const uint4 *)&shared.transposed[own][chunk * 4 ^ moved & ~1];
+        if (moved & 1) codes = make_uint4(codes.y, codes.x, codes.w, codes.z);
         if (column < job.k && row < job.end_t())
             stream_store((uint4 *)(job.codes_t + column * job.pitch_t() + row), codes);
     }
 }
 
-// The second pass over a tile: the codes.
-DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, long long tile, Part &part) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    const Position at(job, tile);
-    const bool poisoned = find_scales(job, shared, at);
-    if (poisoned) {  // NaN and infinities get code 0
+// The codes of a tile whose scales, and factors, are in shared memory. Rows of codes are `pitch` apart.
+DEVICE void store_codes(const Job &job, Shared &shared, const Draws &draws, const Position &at, const Part &part,
+                        long long pitch) {
+    const int own_row = lane_row(), own_column = lane_column(), across = own_column / SPAN;
+    const long long row = at.row + own_row, column = at.column + own_column;
+    const int rows = column < pitch ? (int)min((long long)SPAN, job.m - row) : 0;  // to write
+    unsigned char *codes = job.codes + row * pitch + column;
+    const int moved = swizzle(own_column);
 #pragma unroll
-        for (int i = 0; i < HEIGHT; ++i) part.row[i] = finite(part.row[i]);
-    }
-    const long long row = at.row + warp * HEIGHT, column = at.column + lane * 4, k16 = job.k16();
-    const Factors factors(job, column);
-    const int rows = column < k16 ? (int)min((long long)HEIGHT, job.m - row) : 0;  // to write
-    unsigned char *codes = job.codes + row * k16 + column;
-    uint32 codes_t[4][HEIGHT / 4];
+    for (int i = 0; i < SPAN; i += 4) {
+        uint32 hashes[4] = {}, words[4][2];
+        if constexpr (STOCHASTIC) {
 #pragma unroll
-    for (int i = 0; i < HEIGHT; i += 4) {
-        float x[4][4], y[4];
-        uint32 drawn[4][4] = {}, own[4];
+            for (int r = 0; r < 4; ++r) hashes[r] = draws.octet(job, row + i + r, column);
+        }
 #pragma unroll
-        for (int r = 0; r < 4; ++r) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) x[r][c] = part.row[i + r][c];
+        for (int c = 0; c < SPAN; c += 4) {
+            uint32 drawn[4][4] = {};
             if constexpr (STOCHASTIC) {
-                const uint32 h = draws.octet(job, row + i + r, column);
 #pragma unroll
-                for (int c = 0; c < 4; ++c) drawn[r][c] = h * (lane % 2 ? multiplier(c + 4) : multiplier(c));
+                for (int e = 0; e < 16; ++e) drawn[e / 4][e % 4] = hashes[e / 4] * multiplier(c + e % 4);
+            }
+            if constexpr (ROWS) {
+#pragma unroll
+                for (int r = 0; r < 4; ++r) {
+                    const Scale scale = shared.row[own_row + i + r];
+                    float y[4];
+#pragma unroll
+                    for (int j = 0; j < 4; ++j) {
+                        const float x = part.row[i + r][c + j];
+                        y[j] = quotient_of(FACTOR ? multiply_exactly(x, shared.factor[spread(c + j) + across]) : x, scale);
+                    }
+                    words[r][c / 4] = encode(y, drawn[r]);
+                    if (FACTOR && scale.inverse == 0.0f) words[r][c / 4] = 0;  // a factor made a number NaN or infinite
+                }
+            }
+            if constexpr (COLUMNS) {
+#pragma unroll
+                for (int j = 0; j < 4; ++j) {
+                    float y[4];
+                    uint32 own[4];
+#pragma unroll
+                    for (int r = 0; r < 4; ++r) {
+                        const Scale scale = ROW_SCALES ? shared.row[own_row + i + r] : shared.column[spread(c + j) + across];
+                        y[r] = quotient_of(part.row[i + r][c + j], scale), own[r] = drawn[r][j];
+                    }
+                    shared.transposed[own_column + c + j][(own_row + i) / 4 ^ moved] = encode(y, own);
+                }
             }
         }
         if constexpr (ROWS) {
 #pragma unroll
-            for (int r = 0; r < 4; ++r) {
-                const Scale scale = shared.row[warp * HEIGHT + i + r];
-#pragma unroll
-                for (int c = 0; c < 4; ++c) {
-                    float own = FACTOR ? multiply_exactly(x[r][c], factors.of[c]) : x[r][c];
-                    if (FACTOR && scale.inverse == 0.0f) own = 0.0f;  // factors may have made it NaN or infinite
-                    y[c] = quotient_of(own, scale);
-                }
-                if (i + r < rows) stream_store((uint32 *)codes, encode(y, drawn[r]));
-                codes += k16;
-            }
-        }
-        if constexpr (COLUMNS) {
-#pragma unroll
-            for (int c = 0; c < 4; ++c) {
-#pragma unroll
-                for (int r = 0; r < 4; ++r) {
-                    const Scale scale = ROW_SCALES ? shared.row[warp * HEIGHT + i + r] : shared.column[lane * 4 + c];
-                    y[r] = quotient_of(x[r][c], scale), own[r] = drawn[r][c];
-                }
-                codes_t[c][i / 4] = encode(y, own);
-            }
+            for (int r = 0; r < 4; ++r)
+                stream_store_if(i + r < rows, (uint2 *)(codes + (i + r) * pitch), make_uint2(words[r][0], words[r][1]));
         }
     }
-    if constexpr (COLUMNS) store_transposed(job, shared, at, codes_t);
+    if constexpr (COLUMNS) store_transposed(job, shared, at);
+}
+
+// The second pass over a tile: the codes.
+DEVICE void quantize_tile(const Job &job, Shared &shared, const Draws &draws, long long tile, Part &part) {
+    const Position at(job, tile);
+    if (find_scales(job, shared, at)) clear_infinities(part);
+    store_codes(job, shared, draws, at, part, job.k16());
 }
 
 // ---- kernels -----------------------------------------------------------------------------------------------------------
@@ -491,8 +516,7 @@ DYNAMIC_SHARED(memory);
 #define JOB                                                                                                            \
     Job job = { x, stride, codes, scale, codes_t, scale_t, row_max, column_max, seed, factor, m, k }
 
-#if STEPS == 0
-// One block per tile.
+#if STEPS == 0  // one block per tile
 extern "C" __global__ void __launch_bounds__(THREADS) absmax(PARAMETERS, long long seed_step, long long seed_start) {
     JOB;
     Part part;

@@ -16,8 +16,8 @@ from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout
 
 TILE, THREADS, ROW_STEP = 128, 256, 2048
 MAX_STEPS = 8
-SHARED = 16384 + 2 * TILE * 8
-"""Bytes of shared memory of a tile: its transposed codes and its scales."""
+SHARED = 32768 + 2 * TILE * 8 + TILE * 4
+"""Bytes of shared memory of a tile: its largest magnitudes or its transposed codes, its scales and factors."""
 
 
 @dataclass(frozen=True)

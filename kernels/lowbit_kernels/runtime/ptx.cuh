@@ -163,6 +163,12 @@ DEVICE void stream_store(uint4 *p, uint4 x) { __stcs(p, x); }
 DEVICE void stream_store(uint2 *p, uint2 x) { __stcs(p, x); }
 DEVICE void stream_store(unsigned int *p, unsigned int x) { __stcs(p, x); }
 
+// Stores without a branch: the compiler would move what only the store needs into one.
+DEVICE void stream_store_if(bool condition, uint2 *p, uint2 x) {
+    asm volatile("{.reg .pred p;\n setp.ne.b32 p, %0, 0;\n @p st.global.cs.v2.u32 [%1], {%2, %3};}"
+                 ::"r"((int)condition), "l"(__cvta_generic_to_global(p)), "r"(x.x), "r"(x.y) : "memory");
+}
+
 // Prefetches into the L2 cache (sm_90 and newer); the address and `bytes` are multiples of 16.
 DEVICE void prefetch(const void *p, unsigned int bytes) {
 #if __CUDA_ARCH__ >= 900
