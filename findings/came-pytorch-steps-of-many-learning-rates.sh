@@ -3,9 +3,9 @@
 # second moment, moves a weight by up to 50 learning rates. Where a gradient is 1 in every step, the 100th step is 49
 # learning rates long, with noise of 10% it is 44, and with noise as large as the gradient 11. AdamW's are 1 long.
 #
-# One would guess a step of about one learning rate, as of AdamW, Adafactor and Lion: the README advises a third of AdamW's
-# learning rate up to all of it. The update is divided by its distance from its own average, the "confidence", without
-# an upper bound, so the steadier the gradients, the longer the step.
+# One would guess a step of about one learning rate, as of AdamW, Adafactor and Lion: the README advises a third of
+# AdamW's learning rate up to all of it. The update is divided by its distance from its own average, the "confidence",
+# without an upper bound, so the steadier the gradients, the longer the step.
 #
 # Exits non-zero if the steps are shorter than ten learning rates.
 set -euo pipefail

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # ml_dtypes 0.6.0, numpy 2.4.6: np.sort of an array of bfloat16 or float8 with a NaN in it does not sort the numbers.
-# [3, NaN, 1, 2, NaN, -1] comes back as it was, and np.unique of [1, NaN, 1, NaN, 1] too. Of 1,000 numbers with 100
-# NaNs among them the largest is not the last one, and the number in the middle is 0.09, where the median is -0.06.
-# Nothing warns.
+# [3, NaN, 1, 2, NaN, -1] comes back as it was, and np.unique of [1, NaN, 1, NaN, 1] too. Of 1,000 numbers with 100 NaNs
+# among them the largest is not the last one, and the number in the middle is 0.09, where the median is -0.06. Nothing
+# warns.
 #
 # One would guess what numpy documents and does for its own types, float16 among them: NaNs go to the end, and the rest
 # is sorted. torch does so for bfloat16, too. numpy's order for types of other packages asks "less than" alone, which is

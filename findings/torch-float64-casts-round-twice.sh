@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# torch 2.13.0 (CPU): x.to(torch.float16), .to(torch.bfloat16) and the casts to float8 of a float64 tensor round twice, to
-# float32 first. 1 + 2**-11 + 2**-40 is above the middle of two float16 numbers and must round up. The first rounding puts
-# it into the middle, and the second one, to even, takes it down: 1.0 for 1.0009765625. numpy's cast to float16 rounds
-# once. ml_dtypes' cast to bfloat16 rounds twice, too. Of random numbers from 1 to 2, 1 in 16,000 differs in float16.
+# torch 2.13.0 (CPU): x.to(torch.float16), .to(torch.bfloat16) and the casts to float8 of a float64 tensor round twice,
+# to float32 first. 1 + 2**-11 + 2**-40 is above the middle of two float16 numbers and must round up. The first rounding
+# puts it into the middle, and the second one, to even, takes it down: 1.0 for 1.0009765625. numpy's cast to float16
+# rounds once. ml_dtypes' cast to bfloat16 rounds twice, too. Of random numbers from 1 to 2, 1 in 16,000 differs in
+# float16.
 #
 # One would guess that a cast gives the nearest number, as IEEE 754 asks of a conversion, all the more from a type that
 # holds the exact value. A reference that is computed in float64 and then cast is one last bit off where a kernel that

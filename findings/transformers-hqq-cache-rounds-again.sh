@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# transformers 5.23.0, hqq 0.2.8.post1, torch 2.13.0 (CPU): the quantized KV cache of generate with the backend "hqq" and
-# the defaults of all other settings loses more of a prompt the longer the answer is. Every 128 new tokens it reads the
-# whole cache, joins the new tokens and rounds all of it again, and with the default axis_key=0 the values do not come
-# back as they were. In 4 bits the keys of the first 128 tokens have an error of 9%, and of 23% after 1,152 tokens. The
-# backend "quanto", with the same defaults, stays at 9%, and so does hqq with axis_key=1.
+# transformers 5.23.0, hqq 0.2.8.post1, torch 2.13.0 (CPU): the quantized KV cache of generate with the backend "hqq"
+# and the defaults of all other settings loses more of a prompt the longer the answer is. Every 128 new tokens it reads
+# the whole cache, joins the new tokens and rounds all of it again, and with the default axis_key=0 the values do not
+# come back as they were. In 4 bits the keys of the first 128 tokens have an error of 9%, and of 23% after 1,152 tokens.
+# The backend "quanto", with the same defaults, stays at 9%, and so does hqq with axis_key=1.
 #
 # One would guess that a token is rounded once, when it leaves the part that is kept in full, or that numbers which lie
 # on the grid already stay there. The second is so for groups within a token. With hqq's axis 0 a group has elements of
