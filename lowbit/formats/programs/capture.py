@@ -51,7 +51,8 @@ def _aliases(model: nn.Module) -> list[Held]:
     aliases: dict[int, nn.Parameter] = {}
     found = []
     for module in model.modules():
-        own = {n: p for n, p in module._parameters.items() if isinstance(p, LowbitTensor)}
+        held: dict[str, Any] = module._parameters
+        own = {name: p for name, p in held.items() if isinstance(p, LowbitTensor)}
         for weight in own.values():
             alias = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
             aliases.setdefault(id(weight), alias)
