@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from lowbit.files import container
 from lowbit.files.container import CheckpointError
 from lowbit.files.memory import is_short_memory
+from lowbit.numerics.settings import check_flag
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.state_dict import describe, joined, read_description
@@ -108,7 +109,8 @@ def _check_dense(name: str, value: Tensor) -> None:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise CheckpointError(
             f"{name} is a {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors with data can "
-            "be saved: convert it with .to_dense(), .dequantize() or to_empty()"
+            "be saved: convert it with .to_dense() or .dequantize(); load values that are on meta. For a model that "
+            "accelerate offloads, accelerate.hooks.remove_hook_from_module(model, recurse=True) does"
         )
 
 
@@ -280,6 +282,7 @@ def load(
         CheckpointError, a ValueError: it is truncated, damaged (the error names the tensors), not lowbit's, or of a
             newer format version.
     """
+    check_flag("verify", verify)
     tensors, info = container.read(Path(path), device, verify=verify)
     try:
         return from_plain(tensors, info)
@@ -289,6 +292,7 @@ def load(
 
 def load_metadata(path: str | os.PathLike[str], *, verify: bool = True) -> dict[str, Any]:
     """The `metadata` that `save` was given. Reads no tensor. `path`, `verify` and errors are those of `load`."""
+    check_flag("verify", verify)
     _, info = container.read(Path(path), "meta", with_tensors=False, verify=verify)
     _check_version(info)
     metadata = info.get("metadata")

@@ -511,6 +511,28 @@ def test_casts_leave_static_scales_in_float32(is_prepared, mapping):
         assert torch.equal(own.input_scale, other.input_scale)
 
 
+@pytest.mark.parametrize("cast", ["half", "bfloat16", "double"])
+def test_casts_leave_learned_scales_of_inputs_in_float32(cast):
+    """As a model that is cast before `prepare_` has them, with their gradients; both of them start alike."""
+    scheme = Scheme(ROW8, static(Int(8), "float_zero_point"))
+    net = model()
+    lb.qat.prepare_(net, scheme, scales="learned")
+    with lb.calibrate(net):
+        net(values(30, 64))
+    net(values(30, 64)).square().sum().backward()
+    own = {n: p for n, p in net.named_parameters() if "input_" in n}
+    before = {n: (p.detach().clone(), p.grad.clone()) for n, p in own.items()}
+    assert len(before) == 4
+    getattr(net, cast)()
+    assert net[0].weight_scale.dtype is net[0].weight.dtype is net[0].weight.grad.dtype
+    assert net[0].weight.dtype is not torch.float32
+    for name, p in own.items():
+        assert net.get_parameter(name) is p and p.dtype is p.grad.dtype is torch.float32
+        assert torch.equal(p, before[name][0]) and torch.equal(p.grad, before[name][1])
+    lb.qat.convert_(net)
+    assert net[0].weight.input_scale.dtype is torch.float32
+
+
 class Tagged(nn.Linear):
     """A layer whose subclasses need an argument, so that it gets no stand-in class."""
 

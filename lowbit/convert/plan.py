@@ -32,6 +32,7 @@ from typing import Any, Self
 
 from lowbit.convert.by_name import check_runs, check_schemes
 from lowbit.convert.least import least
+from lowbit.numerics.settings import check_nonnegative, check_number
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
 from lowbit.tracing.report import aligned
@@ -51,6 +52,10 @@ class Plan(dict[str, Scheme | None]):
         milliseconds: the time of the modules that hold these weights; None if that was not measured.
         costs: the choices from which the plan was made. They are not saved.
 
+    Raises:
+        TypeError: other schemes or patterns, or a figure that is not a number.
+        ValueError: `bits` or `milliseconds` below 0, or not finite.
+
     Attributes:
         why: why `lowbit.autoquant` took this plan and no other, where it compared some. It is not saved.
     """
@@ -68,8 +73,20 @@ class Plan(dict[str, Scheme | None]):
         milliseconds: float | None = None,
         costs: Costs | None = None,
     ) -> None:
+        if not isinstance(schemes, Mapping):
+            raise TypeError(f"schemes must be a dict of patterns to schemes, got {schemes!r}")
         super().__init__(schemes)
         check_schemes(dict(self), Scheme)
+        for name, figure in (("bits", bits), ("milliseconds", milliseconds)):
+            if figure is not None:
+                check_nonnegative(name, figure)
+        for name, figure in (("damage", damage), ("measured", measured)):
+            if figure is not None:
+                check_number(name, figure)
+        if not isinstance(measure, str) or not isinstance(costs, Costs | None):
+            raise TypeError(
+                f"measure must be a str and costs those of a plan or None, got {measure!r} and {costs!r}"
+            )
         self.bits, self.measure, self.damage = bits, measure, damage
         self.measured, self.milliseconds, self.costs = measured, milliseconds, costs
 
@@ -95,7 +112,8 @@ class Plan(dict[str, Scheme | None]):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file of the module."""
-        figures = {name: getattr(self, name) for name in _FIGURES if getattr(self, name)}
+        given = {name: getattr(self, name) for name in _FIGURES}
+        figures = {name: value for name, value in given.items() if value not in (None, "")}
         schemes = {
             p: None if s is None else lines.line_of(s) or s.to_dict() for p, s in self.items()
         }
@@ -122,7 +140,10 @@ class Plan(dict[str, Scheme | None]):
         schemes = {p: _scheme(p, given, path) for p, given in data["schemes"].items()}
         check_schemes(schemes, Scheme)
         check_runs(schemes, str(path))
-        return cls(schemes, **{name: data[name] for name in _FIGURES if name in data})
+        try:
+            return cls(schemes, **{name: data[name] for name in _FIGURES if name in data})
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}: {error}") from error
 
 
 _FIGURES = ("bits", "measure", "damage", "measured", "milliseconds")

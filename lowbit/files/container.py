@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from lowbit.files import digests, new_path, tensor_file
+from lowbit.numerics.settings import device_of
 
 SEAL = "lowbit_sha256"
 _WAY_OUT = (
@@ -72,7 +73,9 @@ def read(
     check_suffix(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
-    torch.empty(0, device=device)  # raises torch's own error for a device that does not exist
+    torch.empty(
+        0, device=device_of("device", device)
+    )  # raises torch's own error for a device that does not exist
     try:
         file = tensor_file.TensorFile(path)
         text, seal = file.metadata.get("lowbit", "null"), file.metadata.get(SEAL)

@@ -163,7 +163,10 @@ def check_stored(name: str, value: Any) -> None:
             f"{name} of the state dict is a {type(value).__name__}; a folder of safetensors holds tensors only"
         )
     if value.is_meta:
-        raise FormatError(f"{name} is on the meta device and has no values: load them first")
+        raise FormatError(
+            f"{name} is on the meta device and has no values: load them first. For a model that accelerate offloads, "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) does"
+        )
 
 
 def _own(name: str, value: Any) -> Tensor:

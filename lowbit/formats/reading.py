@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowbit.convert import joined_name, tell, watch_joined
+from lowbit.convert import check_module, joined_name, tell, watch_joined
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.formats import building
 from lowbit.formats.base import FormatError, layer_of, weight_of
@@ -23,6 +23,7 @@ from lowbit.formats.folder import Folder
 from lowbit.formats.gguf.file import GgufFile
 from lowbit.layers.cache_scales import make_room
 from lowbit.layers.frozen import show_frozen
+from lowbit.numerics.settings import device_of
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
 
@@ -41,7 +42,7 @@ def tensors(
 
     Raises FormatError as `load_pretrained` does.
     """
-    return _tensors(opened(path), torch.device(device))
+    return _tensors(opened(path), device_of("device", device))
 
 
 def opened(path: str | os.PathLike[str]) -> Folder | GgufFile:
@@ -87,7 +88,7 @@ def load_pretrained(
     """
     folder = opened(path)
     made = building.built(folder) if model is None else model
-    _fill(made, folder, torch.device(device))
+    _fill(made, folder, device_of("device", device))
     tell(made)
     if model is None:
         made.eval()
@@ -105,6 +106,7 @@ def matched(
 
     Raises FormatError for names that do not fit, as `load_pretrained` does.
     """
+    check_module(model)
     if isinstance(folder, Folder):
         _make_room(model, folder)
     owners = _places(model)

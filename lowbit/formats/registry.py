@@ -45,7 +45,12 @@ PROGRAMS: list[ProgramFormat] = [Aoti(), ExecuTorch(), Onnx()]
 
 
 def register(format: Format | ProgramFormat) -> None:
-    """Add `format` to those of `lowbit.export`. Raises ValueError for a name that another format has."""
+    """Add `format` to those of `lowbit.export`. Raises ValueError for a name that another format has, and
+    TypeError for anything but a format."""
+    if not isinstance(format, Format | ProgramFormat):
+        raise TypeError(
+            f"register takes an object of a subclass of Format or ProgramFormat, got {format!r}"
+        )
     if format.name in names():
         raise ValueError(f"there is a format {format.name!r} already; give yours another name")
     if isinstance(format, ProgramFormat):

@@ -44,6 +44,8 @@ from lowbit.formats.shards import (
 )
 from lowbit.formats.sources import Item, Source
 from lowbit.layers.cache_scales import settings_for
+from lowbit.numerics.search import check_scales
+from lowbit.numerics.settings import check_flag, device_of
 from lowbit.numerics.snr import snr
 from lowbit.progress import progress
 from lowbit.schemes.scheme import Scheme
@@ -116,6 +118,10 @@ def export(
             adapters of PEFT, which no loader finds; a source that is not a model, damaged or of another format than it
             says; an `out` that exists or cannot be written.
     """
+    check_flag("lossy", lossy)
+    check_flag("overwrite", overwrite)
+    check_scales(scales)
+    device_of("device", device)
     traced = {"example_inputs": example_inputs, "dynamic_shapes": dynamic_shapes}
     of_source = {"scheme": scheme, "scales": scales, "tokenizer": tokenizer}
     if like is not None:
@@ -245,6 +251,8 @@ def check_writing(
         FormatError: a format of programs, a scheme that the format does not hold, unless `lossy`, an `out` that exists
             or cannot be written, and a `max_shard_size` that is not a size.
     """
+    check_flag("lossy", lossy)
+    check_flag("overwrite", overwrite)
     target = target_of(format or default_format(source))
     if isinstance(target, ProgramFormat):
         raise FormatError(f"{target.name} holds a program of a module; write it by lowbit.export")

@@ -26,6 +26,7 @@ from lowbit.convert import (
 from lowbit.convert.side_by_side import lay_side_by_side
 from lowbit.layers.static_input import check_input, held_for, input_qparams, take_input
 from lowbit.numerics.search import Scales, check_scales
+from lowbit.numerics.settings import device_of
 from lowbit.tensor.frozen.affine_tensor import AffineTensor
 from lowbit.tensor.frozen.conv_tensor import ConvTensor
 from lowbit.tensor.frozen.siblings import quantized_together
@@ -93,7 +94,7 @@ def quantize_(
     """
     check_scales(scales)
     if device is not None:
-        device = torch.device(device)  # `.to` takes a dtype too
+        device = device_of("device", device)  # `.to` takes a dtype too
     targets, report = find_targets(model, scheme, filter_fn)
     for target in targets:
         _check_calibrated(target)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from lowbit import optional
 from lowbit.convert import check_module
+from lowbit.numerics.settings import device_of
 from lowbit.numerics.sharded import held_locally
 from lowbit.tensor.core.base import LowbitTensor
 
@@ -48,6 +49,8 @@ def cpu_offload(
     """
     accelerate = _accelerate()
     check_module(model)
+    if execution_device is not None:
+        device_of("execution_device", execution_device)
     state = {name: t.detach().to("cpu") for name, t in tensors_of(model)}
     return accelerate.cpu_offload(model, execution_device, state_dict=state, **options)
 
@@ -70,6 +73,8 @@ def disk_offload(
     """
     accelerate = _accelerate()
     check_module(model)
+    if execution_device is not None:
+        device_of("execution_device", execution_device)
     tensors = dict(tensors_of(model))
     low = {n: t.detach().to("meta") for n, t in tensors.items() if isinstance(t, LowbitTensor)}
     if not (Path(offload_dir) / INDEX).is_file():

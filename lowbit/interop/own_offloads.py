@@ -1,8 +1,11 @@
 """accelerate's own `cpu_offload`, `disk_offload` and `dispatch_model` of a model with low-bit weights.
 
-They look for weights by the names of the parameters. For low-bit weights a state dict has their parts, or the values
-that QAT trains. So for such a model they get the weights by name (`lowbit.interop.accelerate`), as soon as accelerate
-is imported.
+These functions look for weights by the names of the parameters. For low-bit weights a state dict has their parts, or
+the values that QAT trains. So for such a model they get the weights by name (`lowbit.interop.accelerate`), as soon as
+accelerate is imported.
+
+accelerate's loading of a file with low-bit weights into a plain model raises an error: accelerate would find none of
+these weights, and log a warning.
 """
 
 from __future__ import annotations
@@ -11,10 +14,13 @@ import functools
 import importlib
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from lowbit.files.tensor_file import TensorFile
 from lowbit.numerics.sharded import held_locally
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit_kernels.runtime.when_imported import when_imported
@@ -32,6 +38,8 @@ def _wrap(module: ModuleType) -> None:
     scripts may have imported them before lowbit."""
     found = [(getattr(module, name, None), name, by_name) for name, by_name in _FUNCTIONS.items()]
     wrapped = {n: (plain, _for_low_bits(plain, by)) for plain, n, by in found if plain is not None}
+    if (loads := getattr(module, _LOAD, None)) is not None:
+        wrapped[_LOAD] = loads, _into_low_bits(loads)
     for holder in [*sys.modules.values()]:
         own = getattr(holder, "__dict__", {})
         for name, (plain, ours) in wrapped.items():
@@ -53,6 +61,36 @@ def _for_low_bits(plain: Callable[..., Any], by_name: Callable[..., Any]) -> Cal
         return by_name(plain, dict(bound.arguments))
 
     return offload
+
+
+def _into_low_bits(plain: Callable[..., Any]) -> Callable[..., Any]:
+    signature = inspect.signature(plain)
+
+    @functools.wraps(plain)
+    def load(*args: Any, **kwargs: Any) -> Any:
+        given = signature.bind(*args, **kwargs).arguments
+        own = {n for n, p in given["model"].named_parameters() if not _is_low_bit(p)}
+        codes = {name.removesuffix(".codes") for name in _names_in(Path(given["checkpoint"]))}
+        if lost := sorted(own & codes):
+            raise ValueError(
+                f"{given['checkpoint']} has low-bit weights, such as {lost[0]}, for which the model has plain ones; "
+                "accelerate loads tensor by tensor and would leave these as they were. Load first, by "
+                "model.load_state_dict(lowbit.load(file), assign=True) or lowbit.load_pretrained(folder), and then "
+                "call accelerate.dispatch_model"
+            )
+        return plain(*args, **kwargs)
+
+    return load
+
+
+def _names_in(checkpoint: Path) -> Iterator[str]:
+    """The names of the codes in a checkpoint of safetensors, as accelerate takes it: a folder, a file or an index."""
+    is_index = checkpoint.suffix == ".json"
+    folder = checkpoint.parent if is_index else checkpoint
+    files = [checkpoint] if checkpoint.suffix == ".safetensors" else folder.glob("*.safetensors")
+    for file in files:
+        with suppress(ValueError, OSError):  # accelerate raises its own
+            yield from (name for name in TensorFile(file).entries if name.endswith(".codes"))
 
 
 def _is_low_bit(weight: Any) -> bool:
@@ -91,4 +129,6 @@ def _dispatched(plain: Callable[..., Any], given: dict[str, Any]) -> Any:
     return plain(**{**given, "state_dict": _on_cpu(given["model"], on_cpu)})
 
 
+_LOAD = "load_checkpoint_in_model"
+"""The function that `load_checkpoint_and_dispatch` calls, too."""
 _FUNCTIONS = {"cpu_offload": _in_memory, "disk_offload": _on_disk, "dispatch_model": _dispatched}

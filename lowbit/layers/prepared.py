@@ -99,7 +99,7 @@ class Prepared(Holder):
         self._check_calibrated()
         weight: Any = self.weight
         spec = weight.scheme.activation
-        # model.to(bfloat16) rounds learned ones too; in float32 they are what the converted weight stores
+        # load_state_dict(assign=True) may bring others; in float32 they are what the converted weight stores
         scale, zero = (None if t is None else t.float().view([1] * x.ndim) for t in inputs_of(self))
         if x.numel() == 0:  # nothing to round; gradients are zero, and not missing
             return x + sum((t * 0).to(x.dtype) for t in (scale, zero) if t is not None)

@@ -2,7 +2,7 @@
 
 `lowbit.calibrate` finds the scale and the zero point. The module holds them as `input_scale` and `input_zero` beside
 its weight, as `lowbit.numerics.learned_scales` defines parameters: divided by `RATE`. They are parameters where scales
-are learned, and buffers where they are frozen, which stay float32 where the model is cast. Before the calibration they
+are learned, and buffers where they are frozen. Both stay float32 where the model is cast. Before the calibration they
 are NaN. Conversion puts them into the weight (`AffineTensor.input_scale`), since a product in inference has the weight
 alone.
 

@@ -14,8 +14,7 @@ an object with the two methods of `Operands`. The gradient of the bias is the su
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -64,15 +63,16 @@ class RoundedLinear(torch.autograd.Function):
         ctx.save_for_backward(*kept)
         of_class = kept and type(kept[0]) is type(weight) is not Tensor
         if of_class and getattr(weight, "is_stored_plain", False) and not _is_compiling():
-            ctx.weight = weakref.ref(weight)
+            # and no reference to the weight itself: torch swaps no tensor that has one, so `model.to` would fail
+            ctx.form = type(weight), weight.meta()
         ctx.operands = operands
         return y.detach()  # not a view, which autograd would not let nn.ReLU(inplace=True) change
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,), needs, kept = grads, ctx.needs_input_grad, ctx.saved_tensors
-        if kept and type(kept[0]) is Tensor and hasattr(ctx, "weight"):
-            kept = _of_its_class(kept[0], ctx.weight()), *kept[1:]
+        if kept and type(kept[0]) is Tensor and hasattr(ctx, "form"):
+            kept = _of_its_class(kept[0], *ctx.form), *kept[1:]
         of_x, of_weight, *more = ctx.operands.gradients(grad, kept, needs)
         of_bias = None
         if needs[2]:
@@ -80,16 +80,12 @@ class RoundedLinear(torch.autograd.Function):
         return of_x, of_weight, of_bias, None, *more, *[None] * (len(needs) - 4 - len(more))
 
 
-def _of_its_class(values: Tensor, weight: Any) -> Any:
-    """The weight in high precision that a forward pass kept, of which a hook of saved tensors has made plain `values`,
-    as `torch.autograd.graph.save_on_cpu(pin_memory=True)` does. `weight`: that of the forward pass; None if it is gone.
-    """
-    if weight is None:
-        raise RuntimeError(
-            "a hook of saved tensors, such as save_on_cpu(pin_memory=True), has made a prepared weight plain, and the "
-            "weight is gone; keep the model until backward() ends, or take save_on_cpu() without pin_memory"
-        )
-    return weight.over(values)
+def _of_its_class(values: Tensor, kind: Any, meta: Mapping[str, Any]) -> Any:
+    """The weight in high precision that a forward pass kept, of this class and metadata, of which a hook of saved
+    tensors has made plain `values`, as `torch.autograd.graph.save_on_cpu(pin_memory=True)` does."""
+    shape, strides = values.shape, kind._strides(values.shape, meta)
+    inner = {"weight": values.detach().contiguous()}
+    return kind.from_inner(inner, meta, shape, values.dtype, strides=strides)
 
 
 _apply: Any = super(torch.autograd.Function, RoundedLinear).apply

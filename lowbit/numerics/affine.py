@@ -33,7 +33,6 @@ observers, to which this module is bit-exact except for exact ties, NaN, and the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
@@ -51,6 +50,7 @@ from lowbit.numerics.code_range import (
 )
 from lowbit.numerics.float32 import divide, multiply_add, nan_to, round_to_dtype
 from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.settings import check_flag, check_nonnegative
 from lowbit.numerics.straight_through import StraightThrough
 
 MappingName = Literal[
@@ -226,10 +226,9 @@ def choose_qparams_affine(
             `zero_point_dtype` that cannot hold the zero point; a bad `eps`, a `min_val` above its `max_val`, a scale of
             finite values that is beyond the largest number of `scale_dtype` (not checked in compiled code).
     """
-    if eps is not None and not 0 <= eps < math.inf:
-        raise ValueError(
-            f"eps must be finite and not negative, got {eps}; None takes the smallest scale"
-        )
+    if eps is not None:
+        check_nonnegative("eps", eps)
+    check_flag("keepdim", keepdim)
     checks = not (input.is_meta or torch.compiler.is_compiling())
     if checks and min_val is not None and max_val is not None:
         _check_order(min_val, max_val)
@@ -532,6 +531,7 @@ def fake_quantize_affine(
         quant_dtype: its `output_dtype`.
         clips: False where the caller knows that no code lies beyond the range. Then backward needs no mask.
     """
+    check_flag("clips", clips)
     check_input(input)
     low, high = quant_range(quant_dtype, quant_min, quant_max)
     values, inside = rounded_affine(

@@ -13,7 +13,10 @@ from torch import Tensor
 
 
 def block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
-    """The number of blocks along each dimension. Raises ValueError unless blocks tile `shape`."""
+    """The number of blocks along each dimension. Raises ValueError unless blocks tile `shape`, and
+    TypeError for anything but a sequence."""
+    if not isinstance(block_size, (tuple, list)):
+        raise TypeError(f"block_size must be a tuple or a list of ints, got {block_size!r}")
     if len(block_size) != len(shape):
         raise ValueError(
             f"block_size {tuple(block_size)} must have one entry for each dimension of shape {tuple(shape)}"

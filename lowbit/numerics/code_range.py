@@ -36,7 +36,8 @@ def quant_range(
 ) -> tuple[float, float]:
     """The given code range, or the whole range of `dtype`. The range of a table is symmetric and fixed.
 
-    Raises ValueError where the range is empty, does not fit `dtype`, or ends between two of its numbers.
+    Raises ValueError where the range is empty, does not fit `dtype`, or ends between two of its numbers, and TypeError
+    for an end that is not a number.
     """
     if isinstance(dtype, LookupTable):
         return -dtype.largest, dtype.largest
@@ -53,7 +54,13 @@ def quant_range(
         )
     low = info.min if quant_min is None else quant_min
     high = info.max if quant_max is None else quant_max
-    if not info.min <= low < high <= info.max:
+    try:
+        fits = info.min <= low < high <= info.max
+    except TypeError as error:
+        raise TypeError(
+            f"quant_min and quant_max must be numbers or None, got {quant_min!r} and {quant_max!r}"
+        ) from error
+    if not fits:
         raise ValueError(
             f"quant_min={low}, quant_max={high} is not a range within {dtype}'s {info.min}..{info.max}"
         )

@@ -73,7 +73,7 @@ import torch
 from torch import Tensor
 
 from lowbit.numerics.opaque import opaque
-from lowbit.numerics.whole_number import check_whole
+from lowbit.numerics.settings import check_whole
 
 # Far below the second moments of the smallest useful gradients (a gradient of 1e-6 has a moment of 1e-12), and still a
 # normal float32 when divided by 448.

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lowbit.numerics.settings import check_nonnegative, check_number, check_positive
 from lowbit.numerics.sharded import is_dtensor
 
 CHUNK_ELEMENTS = 2**22
@@ -53,10 +54,13 @@ def distillation_loss(
     Without any counted row the loss is 0. A class to which the teacher gives the logit −inf adds nothing.
 
     Raises:
-        TypeError: logits that are not floating tensors, or are sharded.
+        TypeError: logits that are not floating tensors, or are sharded; labels or numbers of another type.
         ValueError: shapes that differ; a temperature, a weight or, on a CPU, a label out of range.
     """
-    _check(student_logits, teacher_logits, labels, temperature, kl_weight)
+    check_loss(temperature, kl_weight, ignore_index)
+    _check(student_logits, teacher_logits, labels, kl_weight)
+    if num_items is not None and not isinstance(num_items, Tensor):
+        check_number("num_items", num_items)
     vocabulary = student_logits.shape[-1]
     rows = student_logits.reshape(-1, vocabulary), teacher_logits.detach().reshape(-1, vocabulary)
     if labels is None:
@@ -80,9 +84,16 @@ def divergence(p: Tensor, q: Tensor) -> Tensor:
     return terms.sum(dtype=torch.float64)
 
 
-def _check(
-    student: Any, teacher: Any, labels: Tensor | None, temperature: float, kl_weight: float
-) -> None:
+def check_loss(temperature: float, kl_weight: float, ignore_index: int) -> None:
+    """Raise TypeError or ValueError for options that `distillation_loss` does not take."""
+    check_positive("temperature", temperature)
+    if check_nonnegative("kl_weight", kl_weight) > 1:
+        raise ValueError(f"kl_weight must be from 0 to 1, got {kl_weight!r}")
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
+
+
+def _check(student: Any, teacher: Any, labels: Any, kl_weight: float) -> None:
     for name, logits in (("student_logits", student), ("teacher_logits", teacher)):
         if not isinstance(logits, Tensor) or not logits.dtype.is_floating_point:
             kind = logits.dtype if isinstance(logits, Tensor) else type(logits).__name__
@@ -97,15 +108,13 @@ def _check(
             f"logits of the student {tuple(student.shape)} and of the teacher {tuple(teacher.shape)}; accepted: one "
             "shape [..., vocabulary]"
         )
-    if not temperature > 0:
-        raise ValueError(f"temperature must be positive, got {temperature}")
-    if not 0 <= kl_weight <= 1:
-        raise ValueError(f"kl_weight must be from 0 to 1, got {kl_weight}")
     if labels is None and kl_weight < 1:
         raise ValueError(
             f"kl_weight={kl_weight} leaves a share to the cross-entropy, which needs labels; accepted: labels, or "
             "kl_weight=1.0"
         )
+    if labels is not None and not isinstance(labels, Tensor):
+        raise TypeError(f"labels must be a tensor of integers or None, got {type(labels).__name__}")
     if labels is not None and (labels.shape != student.shape[:-1] or labels.is_floating_point()):
         raise ValueError(
             f"labels of shape {tuple(labels.shape)}, {labels.dtype}, for logits {tuple(student.shape)}; accepted: "

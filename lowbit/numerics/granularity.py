@@ -37,7 +37,7 @@ from typing import ClassVar
 import torch
 
 from lowbit.numerics import class_names
-from lowbit.numerics.whole_number import check_whole
+from lowbit.numerics.settings import check_whole
 
 
 def _rows(shape: Sequence[int], kind: str) -> tuple[int, ...]:

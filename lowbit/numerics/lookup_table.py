@@ -55,7 +55,10 @@ class LookupTable:
     ties_to_even: bool = False
 
     def __post_init__(self) -> None:
-        values = tuple(float(np.float32(v)) for v in self.values)
+        try:
+            values = tuple(float(np.float32(v)) for v in self.values)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"the values of a table are numbers, got {self.values!r}") from error
         object.__setattr__(self, "values", values)
         count = len(values)
         if count not in (2**bits for bits in range(1, 9)):

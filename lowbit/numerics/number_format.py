@@ -8,6 +8,7 @@ import torch
 
 from lowbit.numerics.code_range import FLOAT8_DTYPES
 from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.settings import check_flag
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,7 @@ class Int:
     def __post_init__(self) -> None:
         if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
             raise ValueError(f"an integer format has 1 to 8 bits, got {self.bits!r}")
+        check_flag("signed", self.signed)
 
     @property
     def quant_min(self) -> int:

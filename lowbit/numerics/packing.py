@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit.numerics.whole_number import check_whole
+from lowbit.numerics.settings import check_whole
 
 # bits: codes and bytes of a cycle, and an integer dtype that holds one
 _CYCLES = {

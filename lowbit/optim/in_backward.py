@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lowbit.numerics.settings import check_positive
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.muon import Muon
@@ -86,8 +87,7 @@ def step_in_backward(
             f"step_in_backward takes an optimizer of lowbit.optim, got {type(optimizer).__name__}; for those of torch, "
             "register_post_accumulate_grad_hook on each parameter does the same"
         )
-    if not bucket_mib > 0:
-        raise ValueError(f"bucket_mib must be positive, got {bucket_mib!r}")
+    check_positive("bucket_mib", bucket_mib)
     if optimizer._in_backward is not None:
         raise RuntimeError("this optimizer steps in backward already; call remove() of its handle")
     _check_separable(optimizer)

@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.numerics.whole_number import check_whole
+from lowbit.numerics.settings import check_whole
 from lowbit.optim.matrices import MatrixBase
 from lowbit.optim.options import (
     Check,

@@ -6,16 +6,20 @@ A check raises before anything has changed. Its message names the value, the acc
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from numbers import Real
 from typing import Any, TypedDict
 
-import torch
 from torch import Tensor
 
 from lowbit.numerics.code_range import FLOATS
+from lowbit.numerics.settings import check_below_one as check_below_one
+from lowbit.numerics.settings import check_choice as check_choice
+from lowbit.numerics.settings import check_finite as check_finite
+from lowbit.numerics.settings import check_flag as check_flag
+from lowbit.numerics.settings import check_nonnegative as check_nonnegative
+from lowbit.numerics.settings import check_number as check_number
+from lowbit.numerics.settings import check_numbers as check_numbers
 from lowbit.optim.state import state as states
 
 Check = Callable[[str, Any], Any]
@@ -160,81 +164,9 @@ def check_shared(group: dict[str, Any], others: list[dict[str, Any]]) -> None:
 # ---- checks of one option -----------------------------------------------------------------------------------
 
 
-def check_nonnegative(name: str, value: Any) -> float:
-    """A number of at least 0 (or a tensor that holds one) as a float. Raises for anything else."""
-    check_number(name, value)
-    if not (value >= 0.0 and value < math.inf):  # also for NaN
-        raise ValueError(f"{name} must be a finite number of at least 0, got {value!r}")
-    return float(value)
-
-
-def check_below_one(name: str, value: Any) -> float:
-    """A number in [0, 1) as a float. Raises for anything else."""
-    number = check_nonnegative(name, value)
-    if not number < 1.0:
-        raise ValueError(f"{name} must be in [0, 1), got {value!r}")
-    return number
-
-
-def check_finite(name: str, value: Any) -> float:
-    """A finite number as a float. Raises for anything else."""
-    check_number(name, value)
-    if not math.isfinite(value):
-        raise ValueError(f"{name} must be a finite number, got {value!r}")
-    return float(value)
-
-
-def check_number(name: str, value: Any) -> None:
-    """Raise unless `value` is a real number, or a tensor that holds one."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1:
-            raise ValueError(
-                f"{name} must be a number or a tensor of one element, got shape {tuple(value.shape)}"
-            )
-        is_number = value.dtype != torch.bool and not value.is_complex() and not value.is_meta
-    else:
-        is_number = isinstance(value, Real) and not isinstance(value, bool)
-    if not is_number:
-        raise TypeError(f"{name} must be a number, got {value!r}")
-
-
-def check_numbers(
-    name: str, values: Any, *, count: int, each: Callable[[str, Any], float], of: str = ""
-) -> tuple[float, ...]:
-    """Several numbers as floats. Raises for anything else.
-
-    Args:
-        name: of the option, for messages.
-        values: the option, a tuple or list.
-        count: how many numbers there must be, two or three.
-        each: the check of one number.
-        of: the range of the numbers, for messages: " in [0, 1)".
-    """
-    if not isinstance(values, (tuple, list)) or len(values) != count:
-        words = {2: "two", 3: "three"}[count]
-        raise ValueError(f"{name} must be {words} numbers{of}, got {values!r}")
-    return tuple(each(f"{name}[{i}]", value) for i, value in enumerate(values))
-
-
 def check_betas(count: int) -> Check:
     """The check of `count` numbers in [0, 1)."""
     return partial(check_numbers, count=count, each=check_below_one, of=" in [0, 1)")
-
-
-def check_flag(name: str, value: Any, *, or_none: bool = False) -> Any:
-    """`value` if it is True or False, or None where that is accepted too. Raises for anything else."""
-    if not isinstance(value, bool) and not (or_none and value is None):
-        accepted = "True, False or None" if or_none else "True or False"
-        raise TypeError(f"{name} must be {accepted}, got {value!r}")
-    return value
-
-
-def check_choice(name: str, value: Any, *, accepted: Sequence[Any]) -> Any:
-    """`value` if it is one of those accepted. Raises for anything else."""
-    if value not in accepted:
-        *first, last = map(repr, accepted)
-        raise ValueError(f"{name} must be {', '.join(first)} or {last}, got {value!r}")
-    return value
 
 
 check_optional_flag = partial(check_flag, or_none=True)

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from lowbit.optim.options import check_nonnegative
+from lowbit.numerics.settings import check_positive
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local, split_as
 
@@ -42,8 +42,7 @@ def qk_clip_(
         ValueError: shapes that don't fit each other, or a threshold that is not above 0.
         TypeError: weights in low bits.
     """
-    if not check_nonnegative("threshold", threshold) > 0:
-        raise ValueError("threshold must be above 0, got 0")
+    check_positive("threshold", threshold)
     if not (isinstance(query, nn.Linear) and isinstance(key, nn.Linear)):
         raise TypeError(
             f"query and key must be nn.Linear, got {type(query).__name__} and {type(key).__name__}; their weight alone "

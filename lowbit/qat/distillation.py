@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowbit.convert import check_module
-from lowbit.numerics.divergence import distillation_loss
+from lowbit.numerics.divergence import check_loss, distillation_loss
+from lowbit.numerics.settings import check_flag, check_nonnegative
 from lowbit.qat.switch import high_precision
 from lowbit.tracing.batches import eval_mode
 
@@ -45,7 +46,7 @@ class Distillation:
             does.
 
     Raises:
-        TypeError: `model` is not a module, or `teacher` cannot be called.
+        TypeError: `model` is not a module, `teacher` cannot be called, or an option is of another type.
         ValueError: a number out of range, or a teacher that is the model itself.
     """
 
@@ -68,11 +69,9 @@ class Distillation:
                 "the teacher is the prepared model itself, whose rounded outputs would teach themselves; leave it out, "
                 "and the model teaches with fake quantization off, or give a copy made before prepare_"
             )
-        if not temperature > 0 or not 0 <= kl_weight <= 1 or not hidden_weight >= 0:
-            raise ValueError(
-                f"temperature={temperature}, kl_weight={kl_weight}, hidden_weight={hidden_weight}; accepted: a "
-                "positive temperature, a kl_weight from 0 to 1, a hidden_weight of 0 or more"
-            )
+        check_loss(temperature, kl_weight, ignore_index)
+        check_nonnegative("hidden_weight", hidden_weight)
+        check_flag("shift_labels", shift_labels)
         self.model, self.teacher = model, teacher
         self.temperature, self.kl_weight = temperature, kl_weight
         self.hidden_weight, self.shift_labels = hidden_weight, shift_labels

@@ -329,6 +329,7 @@ def convert_(model: nn.Module) -> Report:
         NotImplementedError: a weight that a parametrization computes, with learned scales or an activation. The model
             is then as it was.
     """
+    check_module(model)
     for fqn, module in model.named_modules():
         if isinstance(module, Prepared):
             module.check_computed(fqn)

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from lowbit.convert import Filter, Report, Schemes
+from lowbit.convert import Filter, Report, Schemes, check_schemes
+from lowbit.numerics.settings import check_flag
 from lowbit.qat.qat import convert_, prepare_
-from lowbit.qat.schedule import Schedule
+from lowbit.qat.schedule import Schedule, check_steps
+from lowbit.schemes.scheme import Scheme
 
 
 class QATRun:
@@ -20,6 +22,8 @@ class QATRun:
         convert: whether the model is converted when the training ends.
         start, freeze_observers: as `lowbit.qat.Schedule` takes them. They count optimizer steps.
         options: further ones of `lowbit.qat.prepare_`.
+
+    Raises TypeError and ValueError for other values of these, except of `options`, which `prepare_` checks.
 
     Attributes:
         report: that of `prepare_`, and after the end that of `convert_`; None before.
@@ -36,6 +40,14 @@ class QATRun:
         freeze_observers: int | None = None,
         **options: Any,
     ) -> None:
+        check_flag("convert", convert)
+        check_steps(start, freeze_observers)
+        if scheme is not None:  # those of weights that are in low bits already
+            check_schemes(scheme, Scheme)
+        if filter_fn is not None and not callable(filter_fn):
+            raise TypeError(
+                f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}"
+            )
         self.scheme, self.filter_fn, self.convert = scheme, filter_fn, convert
         self._start, self._freeze_observers = start, freeze_observers
         self._options = options

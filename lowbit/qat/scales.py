@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from lowbit.convert import check_module, find_owners
 from lowbit.layers.exchange import exchanged
 from lowbit.layers.prepared import named_inputs
+from lowbit.numerics.settings import check_nonnegative
 from lowbit.numerics.sharded import held_locally, is_dtensor
 from lowbit.qat.exchange import in_high_precision, prepared_targets
 from lowbit.tensor.core.dtensor import by_rows, local, split_as
@@ -52,10 +53,11 @@ def parameter_groups(model: nn.Module, weight_decay: float = 0.01) -> list[dict[
         no scales are learned.
 
     Raises:
-        TypeError: `model` is not a module.
-        ValueError: no parameter requires a gradient.
+        TypeError: `model` is not a module, or `weight_decay` not a number.
+        ValueError: no parameter requires a gradient, or `weight_decay` is below 0 or not finite.
     """
     check_module(model)
+    check_nonnegative("weight_decay", weight_decay)
     learned = {id(p) for p in learned_parameters(model).values()}
     trained = [p for p in model.parameters() if p.requires_grad]
     if not trained:

@@ -20,6 +20,7 @@ from torch import nn
 
 from lowbit import optional
 from lowbit.calibration import Calibration, prepared_layers
+from lowbit.numerics.settings import check_whole
 from lowbit.qat.switch import change, prepared_weights
 from lowbit.tracing.observer import Method, all_ranks, check_method
 
@@ -29,6 +30,13 @@ class Stage(NamedTuple):
 
     on: bool
     observed: bool
+
+
+def check_steps(start: Any, freeze_observers: Any) -> None:
+    """Raise ValueError unless these are numbers of steps, as `Schedule` takes them."""
+    check_whole("start", start, least=0)
+    if freeze_observers is not None:
+        check_whole("freeze_observers", freeze_observers, least=0)
 
 
 class Schedule:
@@ -70,10 +78,7 @@ class Schedule:
         self._apply()
 
     def _check(self) -> None:
-        given = {"start": self.start, "freeze_observers": self.freeze_observers or 0}
-        for name, step in given.items():
-            if not isinstance(step, int) or step < 0:
-                raise ValueError(f"{name} must be a number of steps, 0 or more, got {step!r}")
+        check_steps(self.start, self.freeze_observers)
         check_method(self._method)
         if self.freeze_observers is not None:
             prepared_layers(self.model)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowbit.convert import check_module, find_owners
+from lowbit.numerics.settings import check_flag
 from lowbit.numerics.sharded import held_locally, is_fsdp_module
 from lowbit.tensor.core.regather import forget_gathered, reshard
 from lowbit.tensor.trained.fake_quantized import FakeQuantizedTensor, Off
@@ -76,9 +77,11 @@ def enable_(model: nn.Module, weights: bool = True, activations: bool = True) ->
     `convert_` quantizes weights in every state alike.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or what is given is not a bool.
         ValueError: nothing is prepared.
     """
+    check_flag("weights", weights)
+    check_flag("activations", activations)
     change(model, prepared_weights(model), lambda fqn, w: w.switch(weights, activations))
 
 

@@ -14,6 +14,7 @@ from lowbit.numerics.affine import MappingName
 from lowbit.numerics.granularity import Granularity, PerBlock, PerGroup, PerRow, PerTensor, PerToken
 from lowbit.numerics.lookup_table import E2M1, NF4
 from lowbit.numerics.number_format import Float8, Int
+from lowbit.numerics.settings import check_flag
 from lowbit.numerics.spec import ScaleFormatName, Spec
 from lowbit.schemes.scheme import Scheme
 
@@ -153,6 +154,7 @@ def NF4WeightOnly(group_size: int = 64, double_quantization: bool = False) -> Sc
     `double_quantization` stores each scale in 8 bits, and one float32 for up to 256 scales: 4.13 to 4.25 bits a weight
     instead of 4.5, in groups of 64. The values are those of bitsandbytes' nf4 where `group_size` divides in_features.
     """
+    check_flag("double_quantization", double_quantization)
     scales: ScaleFormatName = "double" if double_quantization else "float"
     return Scheme(Spec(NF4, PerGroup(group_size), scale_format=scales))
 

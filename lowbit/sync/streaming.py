@@ -31,6 +31,7 @@ from lowbit.formats.report import ExportReport
 from lowbit.formats.shards import size_in_bytes
 from lowbit.formats.sources import Source
 from lowbit.formats.writing import export_like, folder_like, refuse_options, walk, write_folder
+from lowbit.numerics.settings import check_flag
 from lowbit.sync.source import TrainedModel
 from lowbit.tensor.core.base import LowbitTensor
 
@@ -72,6 +73,7 @@ def stream(
         FormatError, a ValueError: a weight that the format cannot hold, by name; another format; adapters of PEFT.
         ValueError: NaN or infinite values of a weight that is rounded.
     """
+    check_flag("lossy", lossy)
     written = chosen(format, like)
     for stored, _, differs in changed(weights(TrainedModel(model), written, lossy), known):
         if differs:
@@ -169,6 +171,8 @@ def write(
 
     Raises FormatError as `lowbit.export` does.
     """
+    check_flag("lossy", lossy)
+    check_flag("overwrite", overwrite)
     if like is not None:
         sizes = None if max_shard_size == "500MB" else max_shard_size
         given = {"format": format, "tokenizer": tokenizer, "max_shard_size": sizes}

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lowbit.files import digests
 from lowbit.formats.shards import size_in_bytes
+from lowbit.numerics.settings import check_flag
 from lowbit.sync.channels import Channel, Message, channel
 from lowbit.sync.source import TrainedModel
 from lowbit.sync.streaming import Known, Stored, changed, check_known, chosen, weights
@@ -76,6 +77,7 @@ def send(
         FormatError and ValueError: as `stream` does. Receivers then raise SyncError.
         TypeError, ValueError: another `through`, or a group in which this rank is not the first.
     """
+    check_flag("lossy", lossy)
     written, largest = chosen(format, like), size_in_bytes(bucket, "bucket")
     source = TrainedModel(model)
     found = weights(source, written, lossy)

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lowbit.numerics.settings import check_flag
 from lowbit.numerics.sharded import held_locally
 from lowbit.tracing.report import Trace, TracedProduct, weight_format
 from lowbit.tracing.tracer import is_low_bit, layer_name, plain_name
@@ -40,12 +41,13 @@ def trace(model: nn.Module, *args: Any, backward: bool | None = None, **kwargs: 
     Hooks of modules do. Under FSDP2 and tensor parallelism all ranks must call it.
 
     Raises:
-        TypeError: the model is not a module.
+        TypeError: the model is not a module, or `backward` not a bool or None.
         ValueError: `backward=True`, but no output requires a gradient.
         RuntimeError: another trace runs, in this thread or another one.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model must be an nn.Module, got {type(model).__name__}")
+    check_flag("backward", backward, or_none=True)
     args, kwargs = _detached(args, kwargs)
     with_grad = model.training and _learns(model, args, kwargs) if backward is None else backward
     with (

@@ -25,6 +25,7 @@ from lowbit.convert import (
     replace_weights,
 )
 from lowbit.layers.prepared import make_plain, make_prepared
+from lowbit.numerics.settings import device_of
 from lowbit.numerics.sharded import is_dtensor
 from lowbit.schemes.training import TrainingScheme
 from lowbit.tensor.core.base import LowbitTensor
@@ -63,7 +64,7 @@ def prepare_(
     """
     targets, report = find_targets(model, scheme, filter_fn, TrainingScheme)
     if device is not None:
-        device = torch.device(device)  # `.to` takes a dtype too
+        device = device_of("device", device)  # `.to` takes a dtype too
         for target in targets:
             target.scheme.check(torch.empty(0, dtype=target.weight.dtype, device=device))
     modules = modules_of(targets)

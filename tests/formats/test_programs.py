@@ -21,6 +21,7 @@ from lowbit import Int4WeightOnly, formats
 from lowbit.formats import FormatError
 from lowbit.formats.programs.aoti import foreign_ops
 from lowbit.formats.programs.base import Call
+from lowbit.formats.programs.capture import traced
 from lowbit.formats.programs.running import (
     TOLERANCE,
     TOLERANCE_FLOAT32,
@@ -409,6 +410,22 @@ def test_narrow_arithmetic_may_differ_by_more(
         assert tolerance_of(program, Call(model, (x,), {}, None)) == most
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_a_model_whose_program_was_traced_can_be_cast(is_frozen: bool) -> None:
+    """torch.export keeps weak references to the tensors that it traces, and torch swaps none that has one."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64, bias=False)).eval()
+    model[2].weight = model[0].weight
+    lowbit.quantize_(model, lowbit.Int4WeightOnly(32))
+    if is_frozen:
+        lowbit.inference.freeze_(model)
+    x, weight = torch.randn(3, 64), model[0].weight
+    expected = model(x)
+    program = traced(Call(model, (x,), {}, None))
+    assert torch.equal(program.module()(x), expected) and torch.equal(model(x), expected)
+    assert model[0].weight is model[2].weight is weight
+    assert model.bfloat16()[0].weight.dtype is torch.bfloat16
 
 
 def test_outputs_of_a_graph_leave_the_model_and_its_inputs_alone() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from torch import nn
@@ -82,3 +84,29 @@ def test_weights_are_not_loaded_tensor_by_tensor(how, tmp_path):
     accelerate.load_checkpoint_in_model(other, file)
     accelerate.dispatch_model(other, {"": "cpu"})
     assert same_bits(other(values((3, 64), 1)), made(how)[0](values((3, 64), 1)))
+
+
+@pytest.mark.parametrize("how", ["file", "folder", "index"])
+@pytest.mark.parametrize("load", ["load_checkpoint_in_model", "load_checkpoint_and_dispatch"])
+def test_a_plain_model_takes_no_low_bit_file(load, how, tmp_path):
+    """accelerate would only log that it found none of the weights."""
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    file = tmp_path / "model.safetensors"
+    lowbit.quantize_(model, lowbit.Int8WeightOnly())
+    lowbit.save(model, file)
+    index = tmp_path / "model.safetensors.index.json"
+    if how == "index":
+        index.write_text(json.dumps({"weight_map": {"0.weight.codes": file.name}}))
+    given = {"file": file, "folder": tmp_path, "index": index}[how]
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    before = plain[0].weight.detach().clone()
+    call = getattr(accelerate, load)
+    with pytest.raises(ValueError, match=r"such as 0\.weight.*lowbit\.load.*dispatch_model"):
+        call(plain, str(given), device_map={"": "cpu"})
+    assert torch.equal(plain[0].weight, before)
+    plain.load_state_dict(lowbit.load(file), assign=True)
+    assert same_bits(plain(values((3, 64), 1)), model(values((3, 64), 1)))
+    lowbit.save(torch.nn.Sequential(torch.nn.Linear(64, 64)), file)
+    other = torch.nn.Sequential(torch.nn.Linear(64, 64))
+    accelerate.load_checkpoint_in_model(other, str(file))
+    assert torch.equal(other[0].weight, lowbit.load(file)["0.weight"])

@@ -342,3 +342,28 @@ def test_layers_run_on_a_gpu(where: str, tmp_path: Path) -> None:
         lowbit.accelerate.disk_offload(model, tmp_path / "weights", "cuda")
     assert torch.equal(model(x).cpu(), expected)
     assert_all_on_meta(model)
+
+
+@both
+def test_saving_an_offloaded_model(where: str, tmp_path: Path) -> None:
+    """transformers writes a model whose weights are on meta by a state dict with values alone."""
+    transformers = pytest.importorskip("transformers")
+    model = llama()
+    lb.quantize_(model, lb.Int8WeightOnly(), is_inner_linear)
+    expected = logits(model)
+    offload(model, where, tmp_path / "weights")
+    out = tmp_path / "out"
+    way_out = r"remove_hook_from_module\(model, recurse=True\)"
+    with pytest.raises(ValueError, match=rf"q_proj.weight is on meta.*{way_out}.*state_dict="):
+        model.save_pretrained(out)
+    with pytest.raises(ValueError, match=way_out):
+        lb.export(model, out, "lowbit")
+    with pytest.raises(ValueError, match=way_out):
+        lb.save(model, tmp_path / "model.safetensors")
+    whole = accelerate.utils.modeling.get_state_dict_offloaded_model(model)
+    model.save_pretrained(out, state_dict=whole)
+    accelerate.hooks.remove_hook_from_module(model, recurse=True)
+    model.save_pretrained(tmp_path / "again")
+    for folder in (out, tmp_path / "again"):
+        read = transformers.AutoModelForCausalLM.from_pretrained(folder)
+        assert torch.equal(logits(read), expected)

@@ -214,6 +214,19 @@ def test_evaluation_disabled_adapters_and_hooks(products: list[int]) -> None:
     assert products == [0] and len(seen) == 14
 
 
+def test_hooks_that_do_nothing_give_the_forward_of_peft(products: list[int]) -> None:
+    """The switch that docs/integrations.md names: the bits are PEFT's, with its casts, under autocast too."""
+    model = adapted("nf4")
+    plain = as_peft_runs(model)
+    for name, module in model.named_modules():
+        if name.endswith(".lora_A.default"):
+            module.register_forward_hook(lambda *_: None)
+    for dtype in (torch.float32, torch.bfloat16):
+        found, expected = gradients(model, dtype), gradients(plain, dtype)
+        assert found.keys() == expected.keys() and not products[0]
+        assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 def test_hooks_of_factors_run(products: list[int]) -> None:
     model = adapted("nf4", peft.LoraConfig(r=4, target_modules=["q_proj"]))
     lowbit.peft.fuse_(model)

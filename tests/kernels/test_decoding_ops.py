@@ -222,6 +222,8 @@ def test_wrong_arguments() -> None:
         (3, arguments[3].transpose(1, 2).contiguous().transpose(1, 2), ValueError, "contiguous"),
         (5, torch.tensor([3], dtype=torch.int32), TypeError, "position of torch.int64"),
         (8, None, ValueError, "cos and sin go together"),
+        (8, torch.randn(1, 1, 32), ValueError, r"one shape, got \(2, 1, 32\) and \(1, 1, 32\)"),
+        (7, torch.randn(1, 1, 32), ValueError, r"one shape, got \(1, 1, 32\) and \(2, 1, 32\)"),
         (4, arguments[4].half(), TypeError, "must be of query's dtype"),
     ):
         wrong = [*arguments[:at], value, *arguments[at + 1 : 11]]

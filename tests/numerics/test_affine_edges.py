@@ -367,7 +367,7 @@ ERRORS: dict[str, tuple[Callable[[], object], str]] = {
     **{
         f"eps of {eps}": (
             lambda eps=eps: choose_qparams_affine(X, "symmetric", (1, 16), torch.int8, eps=eps),
-            f"eps must be finite and not negative, got {eps}",
+            f"eps must be a finite number of at least 0, got {eps}",
         )
         for eps in (torch.nan, torch.inf, -1e-6)
     },

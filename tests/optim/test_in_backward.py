@@ -310,7 +310,7 @@ def test_refused():
     with pytest.raises(ValueError, match="skip_nonfinite=True needs"):
         optim.step_in_backward(optimizer)
     optimizer = optim.AdamW(model.parameters())
-    with pytest.raises(ValueError, match="bucket_mib must be positive, got 0"):
+    with pytest.raises(ValueError, match="bucket_mib must be above 0, got 0"):
         optim.step_in_backward(optimizer, bucket_mib=0)
     assert not model.weight._post_accumulate_grad_hooks
     optim.step_in_backward(optimizer)

@@ -169,7 +169,7 @@ def test_a_choice_of_the_user_survives_a_stage() -> None:
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"start": -1}, "start must be a number of steps, 0 or more, got -1"),
+        ({"start": -1}, "start must be a whole number of at least 0, got -1"),
         ({"start": 1.5}, r"got 1\.5"),
         ({"freeze_observers": -2}, "freeze_observers must be"),
         ({"freeze_observers": 3, "method": "max"}, "unknown method 'max'; accepted: 'minmax'"),

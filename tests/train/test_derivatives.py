@@ -123,11 +123,35 @@ def test_weights_that_hooks_of_saved_tensors_make_plain(scheme):
         assert torch.equal(found, expected[name]), name
 
 
-def test_a_kept_weight_that_is_gone_is_refused():
+def test_a_kept_weight_that_hooks_make_plain_may_be_gone():
     model = nn.Sequential(linear(96, 64)).requires_grad_(False)
     train.prepare_(model, BitNet())
+    x = values(4, 64).requires_grad_()
+    (expected,) = torch.autograd.grad(model(x).sum(), x)
     with torch.autograd.graph.save_on_cpu(pin_memory=True):
-        y = model(values(4, 64).requires_grad_())
+        y = model(x)
     model[0].weight = nn.Parameter(torch.zeros(96, 64))
-    with pytest.raises(RuntimeError, match="the weight is gone; keep the model until backward"):
-        y.sum().backward()
+    assert torch.equal(torch.autograd.grad(y.sum(), x)[0], expected)
+
+
+@pytest.mark.parametrize(
+    "scheme",
+    [
+        *(BitNet(), Int8Weight(), Int8MixedPrecision(always=True)),
+        Int8MixedPrecision(always=True, grad_input=False, grad_weight=False),
+        *(lowbit.Int4WeightOnly(group_size=32), lowbit.Int8DynamicActivationInt8Weight()),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("has_stepped", [False, True])
+def test_a_model_is_cast_while_a_loss_is_alive(scheme, has_stepped):
+    """torch swaps the tensors of a weight, and swaps none that another object refers to."""
+    model = nn.Sequential(linear(64, 64), nn.GELU(), linear(64, 64))
+    prepare = lowbit.qat.prepare_ if isinstance(scheme, lowbit.Scheme) else train.prepare_
+    prepare(model, scheme)
+    loss = model(values(4, 64)).square().mean()
+    if has_stepped:
+        loss.backward()
+    assert model.to("cpu") is model and model.share_memory() is model
+    model.bfloat16()
+    assert model(values(4, 64).bfloat16()).dtype is torch.bfloat16 and loss.isfinite()

@@ -15,7 +15,7 @@
     keys, values  the caches [B, K, S, E], contiguous, in query's dtype
     position      int64 [1], below S
     start         int64 [B], contiguous, not above `position`, or None
-    cos, sin      [B, 1, E] or [1, 1, E] in query's dtype, contiguous, or None
+    cos, sin      [B, 1, E] or [1, 1, E], both of one shape, in query's dtype, contiguous, or None
     sinks         float [H] or None
     x             [B, 1, D] in query's dtype, contiguous, or None
     y             query's dtype [B, H, 1, E], contiguous
@@ -80,6 +80,10 @@ LEAST_ROWS = 16
         "H % K == 0": "heads must be a multiple of the key/value heads, got {H} and {K}",
         "keys.is_contiguous() and values.is_contiguous()": "keys and values must be contiguous",
         "(cos is None) == (sin is None)": "cos and sin go together, got one of them",
+        "cos is None or cos.shape == sin.shape": (
+            "cos and sin must have one shape, got {tuple(cos.shape)} and {tuple(sin.shape)}; expand the smaller one "
+            "and make it contiguous"
+        ),
         "cos is None or E % 2 == 0": "rotated heads must have an even width, got {E}",
     },
     types={

@@ -21,6 +21,8 @@ from torch.export import ExportedProgram
 
 from lowbit.formats.base import FormatError
 from lowbit.formats.programs.base import Call
+from lowbit.layers.exchange import Held, exchanged
+from lowbit.layers.frozen import shown_class
 from lowbit.tensor.core.base import LowbitTensor
 
 Use = Literal["linear", "embedding", "values"]
@@ -35,12 +37,29 @@ def traced(call: Call, model: nn.Module | None = None) -> ExportedProgram:
     model = call.model if model is None else model
     shapes = call.dynamic_shapes
     try:
-        with torch.no_grad(), quiet():
+        with torch.no_grad(), quiet(), exchanged(_aliases(model)):
             return torch.export.export(model, call.args, call.kwargs, dynamic_shapes=shapes)
     except Exception as error:  # torch.export raises errors of many kinds
         raise FormatError(
             f"torch.export cannot trace the model with these inputs: {first_line(error)}"
         ) from error
+
+
+def _aliases(model: nn.Module) -> list[Held]:
+    """The modules of the model with aliases of their low-bit weights. torch.export keeps weak references to what it
+    traces, and `model.to` swaps no tensor that has one."""
+    aliases: dict[int, nn.Parameter] = {}
+    found = []
+    for module in model.modules():
+        held: dict[str, Any] = module._parameters
+        own = {name: p for name, p in held.items() if isinstance(p, LowbitTensor)}
+        for weight in own.values():
+            alias = nn.Parameter(weight.detach(), requires_grad=weight.requires_grad)
+            aliases.setdefault(id(weight), alias)
+        if own:
+            by_name = {name: aliases[id(weight)] for name, weight in own.items()}
+            found.append(Held(module, shown_class(module), by_name))
+    return found
 
 
 def first_line(error: BaseException) -> str:

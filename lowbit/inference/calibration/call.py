@@ -28,6 +28,7 @@ from lowbit.inference.calibration.report import CalibrationReport
 from lowbit.inference.calibration.run import Run, holding_out
 from lowbit.inference.calibration.states import Cache
 from lowbit.inference.calibration.step import Step
+from lowbit.numerics.settings import check_flag
 from lowbit.tracing.observer import Method, check_method
 
 _OF_EXPORT = ("format", "lossy", "overwrite", "max_shard_size")
@@ -223,7 +224,7 @@ def calibrate(
             )
     check_module(model)
     _check_writing(out, device, writing)
-    blocks = blocks if blocks is None else list(blocks)
+    blocks = blocks if blocks is None else _modules(blocks)
     _check_of_data(without_data, blocks, cache, method, held_out)
     with ranks.together():
         usable = Batches()
@@ -336,6 +337,17 @@ def _checked_out(
     return out
 
 
+def _modules(blocks: Any) -> list[nn.Module]:
+    """`blocks` as a list. Raises TypeError for anything but modules."""
+    given = list(blocks) if isinstance(blocks, Iterable) else [blocks]
+    for block in given:
+        if not isinstance(block, nn.Module) or isinstance(blocks, str):
+            raise TypeError(
+                f"blocks must be a list of modules of the model, such as model.layers, got {blocks!r:.200}"
+            )
+    return given
+
+
 def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:
     if of_folder := [
         *(["out"] if out is not None else []),
@@ -346,5 +358,6 @@ def _check_writing(out: Any, device: Any, writing: dict[str, Any]) -> None:
             f"{', '.join(of_folder)}: for a folder alone; a model in memory is changed in place, and lowbit.export "
             "writes it"
         )
+    check_flag("lossy", writing.get("lossy", False))
     if writing.get("lossy") and writing.get("format") is None:
         raise TypeError("lossy says what a format may lose: give format=… too, or leave it out")

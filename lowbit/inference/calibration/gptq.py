@@ -43,7 +43,7 @@ from lowbit.inference.calibration.columns import (
 from lowbit.inference.calibration.search import Search, searched
 from lowbit.inference.calibration.step import Layer, Step, by_rows, check_share, of_parts
 from lowbit.inference.calibration.sweeps import Swept, sweep
-from lowbit.numerics.whole_number import check_whole
+from lowbit.numerics.settings import check_flag, check_whole
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,7 @@ class GPTQ(Step):
         check_share("asymmetric", self.asymmetric, 1.0)
         if self.scales not in ("searched", "minmax"):
             raise ValueError(f"scales must be 'searched' or 'minmax', got {self.scales!r}")
-        if not isinstance(self.act_order, bool):
-            raise TypeError(f"act_order must be True or False, got {self.act_order!r}")
+        check_flag("act_order", self.act_order)
         check_whole("sweeps", self.sweeps, least=0)
 
     @property

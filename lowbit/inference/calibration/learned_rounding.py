@@ -35,7 +35,7 @@ from lowbit.inference.calibration.learned_weight import Variables, Vectors, Weig
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.step import Layer, Step, check_share
 from lowbit.numerics.divergence import distillation_loss
-from lowbit.numerics.whole_number import check_whole
+from lowbit.numerics.settings import check_whole
 from lowbit.tracing.batches import (
     compared_tensor,
     deterministic,

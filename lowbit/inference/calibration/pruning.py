@@ -23,6 +23,7 @@ from lowbit.convert import Target, is_conv, shape_of_blocks
 from lowbit.inference.calibration.columns import OF_FOUR, Factor, pruned_by_columns, two_of_four
 from lowbit.inference.calibration.step import Layer, Part, Step, check_share
 from lowbit.numerics.lookup_table import LookupTable
+from lowbit.numerics.settings import check_flag
 
 By = Literal["magnitude", "wanda", "sparsegpt"]
 
@@ -50,8 +51,7 @@ class Prune24(Step):
             accepted = ", ".join(get_args(By))
             raise ValueError(f"by must be one of {accepted}, got {self.by!r}")
         check_share("damping", self.damping)
-        if not isinstance(self.compressed, bool):
-            raise TypeError(f"compressed must be True or False, got {self.compressed!r}")
+        check_flag("compressed", self.compressed)
 
     @property
     def needs(self) -> Literal["diagonal", "full"]:  # type: ignore[override]

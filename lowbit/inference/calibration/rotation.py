@@ -20,6 +20,7 @@ from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.residual import fold_rotations
 from lowbit.inference.calibration.step import Layer, Step
 from lowbit.linear.frozen.kinds import representation_of
+from lowbit.numerics.settings import check_flag
 from lowbit.tensor.frozen.rotated_tensor import blocks_to_rotate
 
 LEFT = "left alone"
@@ -37,7 +38,7 @@ class Rotate(Step):
             inputs.
         online: let products rotate the inputs to which nothing folds.
 
-    Raises ValueError for another size, and for a step that does neither.
+    Raises ValueError for another size, and for a step that does neither; TypeError for what is not a bool.
     """
 
     size: int = 64
@@ -52,6 +53,8 @@ class Rotate(Step):
         sizes = kernels.block_hadamard.SIZES
         if self.size not in sizes:
             raise ValueError(f"size must be one of {', '.join(map(str, sizes))}, got {self.size!r}")
+        check_flag("folded", self.folded)
+        check_flag("online", self.online)
         if not self.folded and not self.online:
             raise ValueError("folded=False and online=False rotate nothing; leave Rotate out")
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowbit.convert import check_module
 from lowbit.numerics.row_chunks import count_nonfinite
-from lowbit.numerics.whole_number import check_whole
+from lowbit.numerics.settings import check_whole
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tracing.batches import call, entry, eval_mode, output_tensor

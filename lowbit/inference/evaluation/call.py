@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from lowbit import optional
 from lowbit.convert import check_module
 from lowbit.convert.report import nbytes_of
+from lowbit.inference.calibration.batches import as_list
 from lowbit.inference.evaluation.report import Evaluation, EvaluationReport
 from lowbit.numerics.divergence import divergence
+from lowbit.numerics.settings import check_flag, check_whole
 from lowbit.progress import progress
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
@@ -79,7 +81,10 @@ def evaluate(
         ImportError: tasks without lm-eval.
     """
     given = {"model": model} if isinstance(model, nn.Module) else model
-    seen = None if batches is None else list(batches)
+    seen = None if batches is None else as_list(batches)
+    check_flag("by_layer", by_layer)
+    if limit is not None:
+        check_whole("limit", limit)
     _check(given, original, seen, by_layer, tasks, tokenizer)
     run = partial(_results_of_tasks, tasks=tasks, tokenizer=tokenizer, limit=limit)
     own = None if original is None else _evaluated("original", original, None, seen, run)
@@ -104,8 +109,8 @@ def _check(
     tokenizer: Any,
 ) -> None:
     """Raise the errors of arguments, before the first pass."""
-    if isinstance(tasks, str):
-        raise TypeError(f"tasks must be a list of names, such as [{tasks!r}], got {tasks!r}")
+    if not isinstance(tasks, list | tuple):
+        raise TypeError(f"tasks must be a list of names, such as ['arc_easy'], got {tasks!r}")
     if isinstance(given, list | tuple):
         raise TypeError(
             f"model must be a module, or a dict of names to modules, got a {type(given).__name__}"

@@ -21,7 +21,8 @@ from lowbit.inference.calibration.batches import as_list
 from lowbit.inference.planning.clock import Clock, in_turns
 from lowbit.inference.planning.fisher import estimated
 from lowbit.inference.planning.units import Option, Unit, units_of, whole
-from lowbit.numerics.search import Scales
+from lowbit.numerics.search import Scales, check_scales
+from lowbit.numerics.settings import check_flag, check_positive
 from lowbit.progress import progress
 from lowbit.schemes.presets import Int4WeightOnly, Int8WeightOnly, IntxWeightOnly
 from lowbit.tracing.batches import on_device_of
@@ -106,8 +107,12 @@ def autoquant(
     """
     check_module(model)
     name, budget = budget_of(bits=bits, damage=damage, milliseconds=milliseconds)
+    check_scales(scales)
+    check_flag("estimate", estimate)
+    if not (loss is None or loss in ("kl", "error") or callable(loss)):
+        raise TypeError(f"loss must be 'kl', 'error', a function or None, got {loss!r}")
     seen = [on_device_of(model, batch) for batch in as_list(batches)]
-    moved = [(on_device_of(model, batch), count) for batch, count in timed]
+    moved = [(on_device_of(model, batch), count) for batch, count in _pairs(timed)]
     if isinstance(schemes, Costs):
         costs = schemes
     else:
@@ -144,6 +149,19 @@ def autoquant(
         return own, other
 
     return _found(measured, whole_times if moved else None, costs, name, budget)
+
+
+def _pairs(timed: Any) -> list[tuple[Any, float]]:
+    """`timed` as a list of pairs. Raises TypeError for anything else."""
+    pairs = as_list(timed, "timed")
+    for pair in pairs:
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            raise TypeError(
+                "timed must be a list of pairs of a batch and how often it counts, such as [(ids, 1)], got "
+                f"{type(pair).__name__}"
+            )
+        check_positive("a count of timed", pair[1])
+    return pairs
 
 
 def _damages(

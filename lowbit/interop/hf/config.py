@@ -16,6 +16,7 @@ from lowbit.inference.calibration.batches import as_list
 from lowbit.inference.calibration.call import checked_steps
 from lowbit.inference.calibration.kv_cache import CacheFormat
 from lowbit.numerics.search import Scales, check_scales
+from lowbit.numerics.settings import check_flag
 from lowbit.schemes import lines
 from lowbit.schemes.scheme import Scheme
 
@@ -59,7 +60,7 @@ class LowbitConfig(QuantizationConfigMixin):
 
     Raises:
         TypeError: `scheme` is none of these, or options stand beside a scheme that is not a name; batches or steps
-            that are not lists of them.
+            that are not lists of them; `experts` that is not a bool.
         ValueError: an unknown name or scales; scales beside batches or steps; options that the preset refuses; a static
             activation, or kv_cache, without batches.
     """
@@ -81,6 +82,7 @@ class LowbitConfig(QuantizationConfigMixin):
     ) -> None:
         self.quant_method = Method.LOWBIT
         check_scales(scales)
+        check_flag("experts", experts)
         calibrates = batches is not None or steps is not None
         if calibrates and scales is not None:
             raise ValueError(

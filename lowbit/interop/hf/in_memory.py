@@ -142,10 +142,23 @@ def _being_saved() -> nn.Module | None:
         is_saver = frame.f_code.co_name == "save_pretrained"
         owner = frame.f_locals.get("self") if is_saver else None
         if isinstance(owner, (PreTrainedModel, mixin)):
+            if frame.f_locals.get("state_dict") is None:
+                _check_values(owner)
             if isinstance(owner, PreTrainedModel) and any(in_parts(owner, False)):
                 _keep_names(owner)
             return owner
     return None
+
+
+def _check_values(model: nn.Module) -> None:
+    """Raise FormatError for a low-bit weight without values, whose model is being saved by its own state dict."""
+    for name, param in model.named_parameters():
+        if param.is_meta and isinstance(local(param), LowbitTensor):
+            raise FormatError(
+                f"{name} is on meta, as accelerate leaves weights that it offloads: call accelerate.hooks."
+                "remove_hook_from_module(model, recurse=True) first, or give save_pretrained of transformers "
+                "state_dict=accelerate.utils.modeling.get_state_dict_offloaded_model(model)"
+            )
 
 
 _CONVERSIONS = "_conversions_of_plain_weights"

@@ -16,6 +16,7 @@ from lowbit.linear.frozen.row import (
     Row,
     Weight,
 )
+from lowbit.numerics.settings import check_flag
 
 rows: tuple[Row, ...] = ()
 """The registrations of users, the last first."""
@@ -46,7 +47,7 @@ def register_linear(
     Returns:
         The decorator.
 
-    Raises TypeError for anything but functions.
+    Raises TypeError for anything but functions, and for a `takes_residual` that is not a bool.
     """
 
     for given in (condition, condition if impl is None else impl):
@@ -55,6 +56,8 @@ def register_linear(
                 "register_linear takes functions, condition(x, weight, bias) -> bool and impl(x, weight, bias), got "
                 f"{given!r}"
             )
+
+    check_flag("takes_residual", takes_residual)
 
     def register(fn: Implementation) -> Implementation:
         global rows
