@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         quantize_to_cache,
         quantized_attention,
         rms_norm,
+        token_input,
         top_experts,
         weighted_sum,
     )
@@ -103,6 +104,7 @@ __all__ = [
     "scale_matrices",
     "scaled_mm",
     "ternary_mm",
+    "token_input",
     "top_experts",
     "transpose_codes",
     "weight_linear",

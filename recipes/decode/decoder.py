@@ -22,10 +22,12 @@ from torch.nn import functional as F
 from lowbit.convert.side_by_side import joint_weight
 from lowbit.inference import linear
 from lowbit_kernels.composed.gated_linear import gated_linear
-from lowbit_kernels.decoding.argmax_rows import argmax_rows
+from lowbit_kernels.decoding.argmax_rows import next_token
 from lowbit_kernels.decoding.decode_attention import decode_attention
 from lowbit_kernels.decoding.gated_activation import gated_activation
 from lowbit_kernels.decoding.rms_norm import rms_norm
+from lowbit_kernels.decoding.token_input import token_input
+from lowbit_kernels.weight_only import constant_weights
 from recipes.llama import Block, Llama, rotate
 
 
@@ -110,7 +112,7 @@ def block_step(
     Args:
         block: the block.
         x_BTD: its input.
-        cos: cosines of the new positions' rotary angles, as `angles` gives them.
+        cos: cosines of the new positions' rotary angles, as `embed` gives them.
         sin: sines of the same angles.
         position_T: the T new positions, int64.
         keys_BKSE: the block's cache of keys, which the call writes.
@@ -147,18 +149,11 @@ def block_step(
 
 
 def embed(model: Llama, tokens_BT: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The input of the first block, [B, T, D], and the cosines and sines of the positions' rotary angles."""
-    x_BTD = model.embedding(tokens_BT)
-    return x_BTD, *(angles(t, position_T, x_BTD.dtype) for t in (model.cos, model.sin))
-
-
-def angles(table_SP: Tensor, position_T: Tensor, dtype: torch.dtype) -> Tensor:
-    """Rows of a table of cosines or sines: [T, P], or for one position [1, 1, 2 P] in `dtype`, as
-    `decode_attention` takes them."""
-    rows_TP = table_SP[position_T]
-    if position_T.shape[0] > 1:
-        return rows_TP
-    return torch.cat([rows_TP, rows_TP], dim=-1).to(dtype)[None]
+    """The input of the first block, [B, T, D], and the cosines and sines of the positions' rotary angles: [T, P], or
+    for one position [1, 1, 2 P], as `decode_attention` takes them."""
+    if position_T.shape[0] == 1:
+        return token_input(tokens_BT, position_T, model.embedding.weight, model.cos, model.sin)
+    return model.embedding(tokens_BT), model.cos[position_T], model.sin[position_T]
 
 
 def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> None:
@@ -172,8 +167,7 @@ def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> N
     """
     assert model.norm.weight is not None and model.norm.eps is not None
     last_B1D = rms_norm(x_BTD[:, -1:], model.norm.weight, eps=model.norm.eps)
-    token_B1.copy_(argmax_rows(model.head(last_B1D)[:, 0])[:, None])
-    position.add_(1)
+    next_token(model.head(last_B1D)[:, 0], token_B1, position)
 
 
 class Decoder:
@@ -271,7 +265,4 @@ def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None
         for _ in range(WARM_UP):
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph.replay
+    return constant_weights.captured(run)[0].replay

@@ -23,7 +23,7 @@ extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint6
                       (const unsigned short *)a[4], (const unsigned short *)a[5], (const float *)a[6],
                       (const float *)a[7], (unsigned short *)a[8], a[9],
                       a[10], a[11], a[12], a[13], a[14], a[15], a[16], a[17], a[18],
-                      bits_float((uint32)a[19]));
+                      bits_float((uint32)a[19]), a[20]);
     });
 }
 """

@@ -288,7 +288,8 @@ def _weight_only() -> Iterator[tuple[str, Callable[[], Any]]]:
 
 
 OPS = {
-    "decoding": "decode_attention quantize_to_cache gated_activation top_experts rms_norm weighted_sum argmax_rows",
+    "decoding": "decode_attention quantize_to_cache gated_activation top_experts rms_norm weighted_sum argmax_rows "
+    "token_input",
     "quantize": "int4_to_int8 quantize_rowcol round_rows round_columns transpose_codes quantize_experts",
     "elementwise": "block_hadamard scale_matrices fake_quantize",
     "weight_only": "dequantize",

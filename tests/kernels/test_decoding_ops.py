@@ -13,6 +13,7 @@ from benchmarks.cases import argmax_rows as choices
 from benchmarks.cases import decode_attention as attentions
 from benchmarks.cases import gated_activation as gates
 from benchmarks.cases import rms_norm as norms
+from benchmarks.cases import token_input as inputs
 from lowbit_kernels.decoding.argmax_rows import argmax_rows
 from lowbit_kernels.decoding.decode_attention import attention, decode_attention
 from lowbit_kernels.decoding.gated_activation import gated_activation
@@ -136,6 +137,24 @@ def check_choice(case: Any, device: str, dtype: torch.dtype, bound: float = 0) -
     assert found.dtype == torch.int64 and bool(((found >= 0) & (found < case.width)).all())
 
 
+def check_input(case: Any, device: str, dtype: torch.dtype, bound: float = 0) -> None:
+    token, position, embedding, cos, sin = case.arguments(device, dtype)
+    for _ in range(2):
+        x, *angles = ops.token_input(token, position, embedding, cos, sin)
+        assert torch.equal(x, embedding[token])
+        for table, found in zip((cos, sin), angles, strict=True):
+            assert torch.equal(found, table[position].repeat(1, 2).to(dtype)[None])
+        scores = torch.randint(-9, 9, (len(token), case.tokens), device=device).to(dtype)
+        before = int(position)
+        chosen = ops.next_token(scores, token, position)
+        assert torch.equal(chosen, scores.cpu().argmax(-1).to(device))
+        assert torch.equal(token[:, 0], chosen) and int(position) == before + 1
+        position.zero_()
+    token.fill_(case.tokens), position.fill_(case.positions)
+    for found in ops.token_input(token, position, embedding, cos, sin):
+        assert found.isnan().all(), "no such row"
+
+
 def check_start() -> None:
     """A kernel reads `start` in order, so it refuses one with gaps."""
     query, keys, position = torch.randn(2, 1, 1, 16), torch.zeros(2, 1, 8, 16), torch.tensor([3])
@@ -149,6 +168,7 @@ CHECKS = [
     (norms, check_norm),
     (gates, check_gate),
     (choices, check_choice),
+    (inputs, check_input),
 ]
 EVERY = [(case, check) for module, check in CHECKS for case in small(module)]
 every_case = pytest.mark.parametrize(("case", "check"), EVERY, ids=lambda v: getattr(v, "name", ""))
@@ -162,7 +182,8 @@ def test_the_formulas(case: Any, check: Any) -> None:
 
 @pytest.mark.parametrize(
     ("op", "module"),
-    [("decode_attention", attentions), ("rms_norm", norms), ("gated_activation", gates), ("argmax_rows", choices)],
+    [("decode_attention", attentions), ("rms_norm", norms), ("gated_activation", gates), ("argmax_rows", choices),
+     ("token_input", inputs)],
 )  # fmt: skip
 def test_the_ops_are_sound(op: str, module: Any) -> None:
     for case in small(module)[::3]:
@@ -189,7 +210,9 @@ def test_the_kernels_in_the_interpreter() -> None:
 @pytest.mark.gpu
 @pytest.mark.cover("values")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize(("module", "check"), CHECKS, ids=["attention", "norm", "gate", "choice"])
+@pytest.mark.parametrize(
+    ("module", "check"), CHECKS, ids=["attention", "norm", "gate", "choice", "input"]
+)
 def test_the_kernels_on_a_gpu(module: Any, check: Any, dtype: torch.dtype) -> None:
     with launches.counted() as calls:
         for case in module.CASES:

@@ -13,7 +13,11 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from lowbit_kernels.weight_only import weight_mm_decode_memory, weight_mm_decode_sm90
+from lowbit_kernels.weight_only import (
+    constant_weights,
+    weight_mm_decode_memory,
+    weight_mm_decode_sm90,
+)
 from lowbit_kernels.weight_only.weight_mm_decode_sm90 import (
     DecodeVariant,
     chunk_bytes,
@@ -32,7 +36,7 @@ SOURCE = "\n".join(
 SHAPES = [(4096, 4096), (14336, 4096), (4096, 14336), (28672, 8192)]
 VARIANT = DecodeVariant(
     *("INT", 4, 128, "BY_UNIT", "BF16", "BF16", "BF16", "NONE"),
-    *(8, 2, 1, 1, 1, True, True, 4, False, 1, 1, True, True),
+    *(8, 2, 1, 1, 1, True, True, 4, False, 1, 1, True, True, False, 0),
     values="0x3f80",
     unit_value="0.5f",
 )
@@ -249,7 +253,9 @@ def test_launcher_and_kernel_agree(name: str, value: int) -> None:
 def test_launcher_passes_every_argument() -> None:
     signature = re.search(r"decode_mm\((const __grid_constant__.*?)\)", KERNEL, re.DOTALL)
     assert signature is not None
-    assert len(signature[1].split(",")) == 23
+    names = [re.split(r"[\s*]+", argument.strip())[-1] for argument in signature[1].split(",")]
+    assert len(names) == weight_mm_decode_sm90.ARGUMENTS and names[-1] == "constant"
+    assert names[constant_weights.WEIGHT] == ["codes", "scale", "zero_point"]
 
 
 # ---- the order of k ------------------------------------------------------------------------------

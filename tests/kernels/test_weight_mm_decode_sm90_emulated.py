@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lowbit_kernels.weight_only.weight_mm_decode_sm90 import planned
+from lowbit_kernels.weight_only.weight_mm_decode_sm90 import DecodeProduct, planned
 from tests.kernels import decode_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
 from tests.kernels.test_weight_mm_decode_sm90_gpu import (
@@ -18,6 +18,7 @@ from tests.kernels.test_weight_mm_decode_sm90_gpu import (
     operands,
     operands_of,
     run_planned,
+    tensors_of,
 )
 
 pytestmark = pytest.mark.skipif(not COMPILER, reason="no g++")
@@ -53,6 +54,23 @@ def test_tokens_whose_x_shares_registers_and_k_in_parts(m: int) -> None:
 @pytest.mark.parametrize("m", [2, 3])
 def test_x_of_several_tokens_in_many_parts(m: int) -> None:
     check(operands(m, 40, 9216 + 128, device="cpu"), blocks=1)
+
+
+@pytest.mark.parametrize("constant", [0, 1])
+@pytest.mark.parametrize(("early", "n", "k"), [(1, 16 * 5, 1440), (2, 16 * 5, 2560), (6, 40, 6144)])
+def test_parts_of_a_constant_weight_before_the_wait(
+    early: int, n: int, k: int, constant: int
+) -> None:
+    """One, all stages, and more than the block has; x by loads of the lanes and by a copy."""
+    case = operands(1, n, k, device="cpu", zero=True)
+    expected = run(case)
+    for loads_x in (False, True):
+        chosen = planned(operands_of(case), 2, splits=(1,), heights=(1,))
+        assert chosen is not None and chosen.teams == chosen.resident == 1
+        product = DecodeProduct(operands_of(case), replace(chosen, loads_x=loads_x, early=early))
+        product.sizes = (*product.sizes[:-1], constant)
+        with decode_emulator.emulated():
+            assert torch.equal(product(tensors_of(case)), expected), loads_x
 
 
 @pytest.mark.cover("values")

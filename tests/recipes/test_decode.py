@@ -28,7 +28,7 @@ from recipes.decode.__main__ import (
     tiny,
     trace,
 )
-from recipes.decode.decoder import Decoder, angles, captured, fold_norms_
+from recipes.decode.decoder import Decoder, captured, fold_norms_
 from recipes.decode.tinygemm import TinygemmLinear
 from recipes.llama import Llama
 from tests.inference.weight_ops import counted
@@ -214,7 +214,7 @@ def test_the_tinygemm_row_is_close_to_int4(plain: Llama) -> None:
     x, position = torch.randn(2, 7, 64), torch.arange(7)
     outs = []
     for d in (Decoder(m, 2, 20) for m in (model, folded(plain))):
-        turned = [angles(t, position, x.dtype) for t in (d.model.cos, d.model.sin)]
+        turned = d.model.cos[position], d.model.sin[position]
         outs.append(d._block(d.model.blocks[0], x, *turned, position, d.keys[0], d.values[0]))
     assert 1e-3 < relative_error(*outs) < 0.2
 

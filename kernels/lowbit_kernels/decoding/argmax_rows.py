@@ -5,6 +5,8 @@
     scores  float [R, V], V at least 1
     token   int64 [R]; a NaN counts as the largest score, so that a choice among NaNs shows
 
+`next_token` also writes the tokens where the next step reads them, and moves its position on.
+
 torch.argmax gives a row to few programs. Here one launch searches chunks of all rows and another one the chunks.
 """
 
@@ -35,6 +37,25 @@ def argmax_rows(scores: Tensor) -> Tensor:
 reference = argmax_rows.reference
 
 
+@op(
+    "empty(torch.int64, R)",
+    writes=("token", "position"),
+    scores="float [R, V]",
+    token="int64 [R, 1]",
+    position="int64 [1]",
+    rules={
+        "V > 0": "rows must have a score, got {V}",
+        "token.is_contiguous()": "token must be contiguous",
+    },
+)
+def next_token(scores: Tensor, token: Tensor, position: Tensor) -> Tensor:
+    """`argmax_rows`, which it also writes to `token`; `position` grows by 1."""
+    chosen = argmax_rows.reference(scores)
+    token.copy_(chosen[:, None])
+    position.add_(1)
+    return chosen
+
+
 @jit
 def _argmax_of_chunks(scores, best, best_at, width, stride, BLOCK: tl.constexpr, PDL: tl.constexpr):
     launch_dependents(PDL)
@@ -50,7 +71,9 @@ def _argmax_of_chunks(scores, best, best_at, width, stride, BLOCK: tl.constexpr,
 
 
 @jit
-def _argmax_of_rows(best, best_at, token, chunks, CHUNKS: tl.constexpr, PDL: tl.constexpr):
+def _argmax_of_rows(
+    best, best_at, token, into, position, chunks, CHUNKS: tl.constexpr, PDL: tl.constexpr
+):
     launch_dependents(PDL)
     row, chunk = tl.program_id(0).to(tl.int64), tl.arange(0, CHUNKS)
     wait_for_previous(PDL)
@@ -58,15 +81,29 @@ def _argmax_of_rows(best, best_at, token, chunks, CHUNKS: tl.constexpr, PDL: tl.
     _, first = tl.max(own, 0, return_indices=True)
     chosen = tl.load(best_at + row * chunks + tl.minimum(first, chunks - 1))
     tl.store(token + row, chosen.to(tl.int64))
+    if into is not None:
+        tl.store(into + row, chosen.to(tl.int64))
+        if row == 0:
+            tl.store(position, tl.load(position) + 1)
 
 
 @argmax_rows.kernel
 def _launch(scores: Tensor) -> Tensor | None:
     """The Triton kernels where they run, else the reference."""
+    return _launched("argmax_rows", scores)
+
+
+@next_token.kernel
+def _launch_next(scores: Tensor, token: Tensor, position: Tensor) -> Tensor | None:
+    """The same; the second launch also writes `token` and `position`."""
+    return _launched("next_token", scores, token, position)
+
+
+def _launched(name: str, scores: Tensor, *written: Tensor) -> Tensor | None:
     rows, width = scores.shape
     if not runs_on(scores.device) or rows == 0:
         return None
-    ran("argmax_rows", "triton")
+    ran(name, "triton")
     scores = scores if scores.stride(1) == 1 else scores.contiguous()
     chunks = triton.cdiv(width, BLOCK)
     best = torch.empty((rows, chunks), dtype=torch.float32, device=scores.device)
@@ -78,6 +115,8 @@ def _launch(scores: Tensor) -> Tensor | None:
             *(scores, best, best_at, width, scores.stride(0)), BLOCK=BLOCK, **overlaps
         )
         _argmax_of_rows[(rows,)](
-            *(best, best_at, token, chunks), CHUNKS=triton.next_power_of_2(chunks), **overlaps
+            *(best, best_at, token, *(written or (None, None)), chunks),
+            CHUNKS=triton.next_power_of_2(chunks),
+            **overlaps,
         )
     return token

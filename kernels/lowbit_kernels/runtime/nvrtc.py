@@ -104,9 +104,9 @@ class Kernel:
         if shared > STATIC_SHARED:
             attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             error, most = driver.cuFuncGetAttribute(attribute, function)
-            _check(error)
+            check(error)
             # The attribute belongs to the function, so keep what another Kernel of the same function has set.
-            _check(driver.cuFuncSetAttribute(function, attribute, max(most, shared))[0])
+            check(driver.cuFuncSetAttribute(function, attribute, max(most, shared))[0])
         self._config = _config(shared, cluster, overlaps) if cluster > 1 or overlaps else None
 
     @property
@@ -124,7 +124,7 @@ class Kernel:
             if error == self._driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
                 _make_context_current()
                 error = self._launch(stream, grid, threads)
-        _check(error)
+        check(error)
 
     def _launch(self, stream: int, grid: int, threads: int) -> Any:
         pointers = ctypes.addressof(self._pointers)
@@ -154,7 +154,7 @@ class Module:
         if error == driver.CUresult.CUDA_ERROR_INVALID_CONTEXT:
             _make_context_current()
             error, self._module = driver.cuModuleLoadData(cubin)
-        _check(error)
+        check(error)
 
     def kernel(
         self,
@@ -169,7 +169,7 @@ class Module:
         from cuda.bindings import driver
 
         error, function = driver.cuModuleGetFunction(self._module, name.encode())
-        _check(error)
+        check(error)
         return Kernel(function, arguments, structs, shared, cluster, overlaps)
 
 
@@ -222,7 +222,7 @@ def compiled(source: str, arch: str) -> bytes:
     from cuda.bindings import nvrtc
 
     error, major, minor = nvrtc.nvrtcVersion()
-    _check(error)
+    check(error)
     key = (".cubin", source, arch, f"{major}.{minor}", *OPTIONS)
 
     def make() -> bytes:
@@ -236,7 +236,7 @@ def _compile(source: str, arch: str) -> bytes:
     from cuda.bindings import nvrtc
 
     error, program = nvrtc.nvrtcCreateProgram(source.encode(), b"lowbit.cu", 0, [], [])
-    _check(error)
+    check(error)
     options = [option.encode() for option in (f"--gpu-architecture={arch}", *OPTIONS)]
     (error,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
@@ -245,14 +245,14 @@ def _compile(source: str, arch: str) -> bytes:
         nvrtc.nvrtcGetProgramLog(program, log)
         raise RuntimeError(f"NVRTC cannot compile for {arch}:\n{log.decode(errors='replace')}")
     error, size = nvrtc.nvrtcGetCUBINSize(program)
-    _check(error)
+    check(error)
     cubin = b" " * size
     (error,) = nvrtc.nvrtcGetCUBIN(program, cubin)
-    _check(error)
+    check(error)
     nvrtc.nvrtcDestroyProgram(program)
     return cubin
 
 
-def _check(error: Any) -> None:
+def check(error: Any) -> None:
     if int(error) != 0:
         raise RuntimeError(f"CUDA returned {error!r}")

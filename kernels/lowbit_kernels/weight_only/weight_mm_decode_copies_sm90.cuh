@@ -17,7 +17,7 @@ static constexpr int SHARE = SCALING == BY_COLUMN ? DEPTH : TOKENS < 8 ? 8 / TOK
 static constexpr int SETS = SCALING == BY_COLUMN ? PARTS * TURNS : (PARTS * CHUNKS + SHARE - 1) / SHARE;
 // Whether x is copied to shared memory first, token by token. This is faster for one token or many parts, where lanes
 // would load x from distant addresses. Otherwise the copies are slower, since they queue with those of the codes.
-static constexpr bool COPIES_X = BOX == 0 && !IS_PAIRED && (TOKENS == 1 || (SHARE > 1 && SCALING != BY_COLUMN && PARTS > 2));
+static constexpr bool COPIES_X = BOX == 0 && !LOADS_X && (TOKENS == 1 || (SHARE > 1 && SCALING != BY_COLUMN && PARTS > 2));
 static constexpr int BOX_PITCH = BOX * CHUNK * 2, MAX_BOXES = 16;  // bytes of a token in a box, a multiple of 256
 static constexpr bool LARGE_X = SETS * 4 * TILES * PAIRS > 32;  // x takes more than 32 registers
 static constexpr int REGISTERS[2] = {LARGE_X ? 112 : 104, LARGE_X ? 32 : 64};  // of a multiplying warp; of the others
@@ -40,6 +40,8 @@ static_assert(SCALING != IN_CODES || ((CODES == TABLE || CODES == E2M1) && ZERO 
 static_assert((CODES != E4M3 || ZERO == NONE) && (CODES != E2M1 || (X == BF16 && BITS == 4)), "");
 static_assert(GATE == NONE || (HEIGHT == 1 && SPLIT == 1 && ROUNDS == NONE), "");
 static_assert(TEAMS == 1 || (TEAMS == 2 && BOX == 0), "");
+static_assert(EARLY == 0 || (TEAMS == 1 && BOX == 0), "");
+static_assert(!IS_PAIRED || LOADS_X, "");
 static_assert(RESIDENT == 1 || (RESIDENT == 2 && BOX == 0 && SPLIT == 1), "");
 static_assert((BOX == 0 || (IS_STREAM && SHARE == 1)), "");
 static_assert(ROUNDS == NONE || CODES == E2M1 || (SCALING == BY_UNIT && ZERO != VALUE && CODES != TABLE), "");
@@ -87,6 +89,7 @@ struct Problem {
     int pitch, stages, apart;  // bytes of a part's row; of the ring; stages that share no memory with the boxes of x
     int scale_pitch;           // bytes of a row's scales in a stage
     float eps;
+    int constant;  // no launch of the graph writes the weight
 
     MEMBER int outputs() const { return GATE == NONE ? n : n / 2; }
     MEMBER int tiles() const { return (outputs() + OUTPUTS - 1) / OUTPUTS; }
@@ -123,6 +126,9 @@ struct Ring {
         if (++at == count) at = 0, parity ^= 1;
     }
 };
+
+// Whether parts are copied while the previous kernel is still running.
+DEVICE bool is_early(const Problem &p) { return EARLY > 0 && p.constant; }
 
 DEVICE int first_tile() { return blockIdx.x / SPLIT; }
 DEVICE int tile_step() { return gridDim.x / SPLIT; }
@@ -162,16 +168,17 @@ DEVICE void fetch(const Problem &p, const TensorMap &codes, int rank) {
     }
 }
 
-// Loads all parts of the block's tiles. The scales and zero points of a tile begin at multiples of 16 bytes; those of a
-// row need not.
+// Loads the parts of the block's tiles from `part` of `tile` on; with EARLY at most `count`. The scales and zero points of a
+// tile begin at multiples of 16 bytes; those of a row need not.
 DEVICE void produce(const Problem &p, const TensorMap &codes, const TensorMap &scale_map, Shared &shared,
-                    unsigned char *stages, int rank) {
-    Ring ring(p.stages, 0), other(p.stages, TEAMS - 1);
-    for (int tile = first_tile(); tile < p.tiles(); tile += tile_step()) {
+                    unsigned char *stages, int rank, Ring &ring, int &tile, int &part, int count) {
+    Ring other(p.stages, TEAMS - 1);
+    for (; tile < p.tiles(); tile += tile_step(), part = 0) {
         const int row = tile * OUTPUTS, rows = min(OUTPUTS, p.n - row);
         const long long first = (long long)row * p.groups;
 #pragma unroll 1
-        for (int part = 0; part < PARTS; ++part, ring.advance()) {
+        for (; part < PARTS; ++part, ring.advance()) {
+            if (EARLY > 0 && count-- == 0) return;
             unsigned char *stage = stages + ring.slot() * p.stage_bytes();
             const uint32 full = shared_address(&shared.full[ring.slot()]);
             barrier_wait(shared_address(&shared.empty[ring.slot()]), ring.parity ^ 1);

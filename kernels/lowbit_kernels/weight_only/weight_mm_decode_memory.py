@@ -68,3 +68,23 @@ def with_boxes(
         return most, 0, stages
     apart = min((SHARED_LIMIT - fixed - x) // stage, stages)
     return max(most, fixed + apart * stage + x), box, apart
+
+
+def chunk_bytes(bits: int) -> int:
+    """Bytes of a chunk of a row's codes."""
+    return 64 if bits == 8 else CHUNK * bits // 8
+
+
+def bank_step(bits: int, vector: int) -> int:
+    """The distance of rows in shared memory modulo 128 bytes at which lanes read from different banks; 0: any. With
+    reads of 16 bytes two rows share a bank, which costs little."""
+    if bits in (4, 8):
+        return 16 * vector if vector < 4 else 0
+    return 16 * bits
+
+
+def neighbours(bits: int, group: int) -> int:
+    """Words of a row that a lane reads at once, 8 codes or 4 of 8 bits: 4, or fewer where groups begin within a chunk
+    (group 0: one a row)."""
+    words = group // 4 if bits == 8 else group // 8
+    return 4 if words % 16 == 0 else 2 if words % 8 == 0 else 1

@@ -334,7 +334,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
                     const unsigned char *copy, int rank) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     Tokens x[SETS];
-    if constexpr (IS_PAIRED) {  // long before x is there
+    if constexpr (LOADS_X) {  // long before x is there
         prefetch_token(p, rank);
         named_barrier_sync(1, THREADS);
     }
@@ -351,7 +351,7 @@ DEVICE void consume(const Problem &p, Shared &shared, const unsigned char *table
     } else {
         load_tokens<true>(x, p, rank, p.x, p.x_stride, 0);
     }
-    if (!COPIES_X && BOX == 0 && !IS_PAIRED) named_barrier_sync(1, THREADS);
+    if (!COPIES_X && BOX == 0 && !LOADS_X) named_barrier_sync(1, THREADS);
     if constexpr (ROUNDS != NONE)
         round_tokens<ROUNDS == E4M3, SOURCE == FP16, X == FP16, BY_INTEGERS>(
             x, shared.tokens, shared_address(&shared.exchanged), rank);

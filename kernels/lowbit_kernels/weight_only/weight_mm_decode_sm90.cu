@@ -25,6 +25,8 @@
 //   WHOLE              whether a part is whole rows without gaps between them
 //   EVEN               whether every warp has CHUNKS chunks of every part
 //   TEAMS              1, or 2 that take turns at tiles
+//   LOADS_X            one token: lanes load x themselves, from addresses that they compute before their wait
+//   EARLY              parts that a launch copies before its wait if its weight is `constant`
 //   RESIDENT           blocks of a multiprocessor: 1; or 2, the second of the next launch, which sets up meanwhile
 //   PAIRED             BY_COLUMN for one token, and an even number of groups: a lane reads two scales at once
 //   BOXED              each part's scales are copied as a box of the TMA; else those of whole rows
@@ -266,11 +268,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
               const unsigned char *scale, const unsigned char *zero_point, const unsigned short *bias,
               const unsigned short *residual, const float *token_scale, const float *global_scale, unsigned short *out,
               long long x_stride, int m, int n, int k, int chunks, int groups, int pitch, int stages, int apart,
-              int scale_pitch, float eps) {
+              int scale_pitch, float eps, int constant) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
     const Problem p = {x, codes, scale, zero_point, bias, residual, token_scale, global_scale, out, x_stride,
-                       m, n, k, chunks, groups, pitch, stages, apart, scale_pitch, eps};
+                       m, n, k, chunks, groups, pitch, stages, apart, scale_pitch, eps, constant};
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, role = warp - WARPS;
     const int rank = SPLIT > 1 ? cluster_rank() : 0;
     unsigned char *table = memory + sizeof(Shared), *ring = table + TABLE_BYTES, *past = ring + stages * p.stage_bytes() + 128;
@@ -289,7 +291,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
     } else {
         if constexpr (!IS_PAIRED) give_registers<REGISTERS[1]>();
         if (role == ADDERS && lane == 0) {
-            fetch(p, map, rank);
+            if (!is_early(p)) fetch(p, map, rank);
             for (int i = 0; i < stages; ++i) {
                 barrier_init(shared_address(&shared.full[i]), 1);
                 barrier_init(shared_address(&shared.empty[i]), MEMBERS * 32);
@@ -319,12 +321,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT)
         if constexpr (SPLIT > 1) cluster_arrive();
         named_barrier_sync(2, THREADS - WARPS * 32);
         named_barrier_arrive(1, THREADS);
+        Ring copies(stages, 0);
+        int tile = first_tile(), part = 0;
+        if (EARLY > 0 && role == ADDERS) {
+            const int early = is_early(p) ? min(EARLY, stages) : 0;
+            if (lane == 0) produce(p, map, scale_map, shared, ring, rank, copies, tile, part, early);
+            __syncwarp();  // a lane that waits for the previous launch stops its warp
+        }
         wait_for_previous();  // which may have written the weight
         if (role == ADDERS && lane == 0) {
             if constexpr (IS_PAIRED) let_next_start();
             if (COPIES_X && is_aligned(p)) copy_x(p, shared, copy, rank);  // first: the TMA copies in this order
             if constexpr (BOX > 0) copy_boxes(p, x_map, shared, copy, rank);
-            produce(p, map, scale_map, shared, ring, rank);
+            produce(p, map, scale_map, shared, ring, rank, copies, tile, part, -1);
             if constexpr (!IS_PAIRED) let_next_start();  // not earlier, since its copies would delay these
         }
         __syncwarp();

@@ -38,6 +38,9 @@ from lowbit_kernels.weight_only.weight_mm_decode_memory import (
     LOOK_UP_BYTES,
     MAX_STAGES,
     ROWS,
+    bank_step,
+    chunk_bytes,
+    neighbours,
     scale_pitch_of,
     stage_bytes,
     stages_of,
@@ -59,6 +62,9 @@ TEAM_PART = 17 * 1024  # most bytes of codes that a team loads at once
 KEPT_LIMIT = 32 * 1024  # bytes of shared memory for sums that wait for those of other blocks
 # By blocks of a multiprocessor: bytes of shared memory of each, and registers of a thread that hold x.
 RESIDENT = {1: (nvrtc.SHARED_LIMIT, 64), 2: (113 * 1024, 16)}
+ARGUMENTS = 24  # of the kernel
+EARLY: set[int] = set()
+"""Handles of kernels that copy parts early where their last argument, `constant`, is 1."""
 ROUNDING_BYTES = 1536  # of shared memory, for the scales of tokens
 ROUNDS_MACROS = {torch.int8: "INT8", E4M3: "E4M3"}
 PARTS = (
@@ -97,6 +103,8 @@ class DecodeVariant:
     resident: int
     boxed: bool
     look_up: bool
+    loads_x: bool
+    early: int
     rounds: str = "NONE"
     source: str = "BF16"  # of x in memory, where it is rounded
     exact: bool = False
@@ -124,10 +132,10 @@ class DecodeDivision:
     teams: int  # that take turns at tiles
     resident: int  # blocks of a multiprocessor, of this launch and the next one
     depth: int  # chunks whose groups have columns of mma of their own; 0: groups have none
-    scale_pitch: (
-        int  # bytes from row to row of a part's scales in shared memory; 0: whole rows are copied
-    )
+    scale_pitch: int  # bytes between rows of a part's scales; 0: whole rows are copied
     looks_up: bool  # half of the codes of E2M1, in a table
+    loads_x: bool = False  # by the lanes that multiply it
+    early: int = 0  # parts that are copied early where no launch writes the weight
 
 
 @functools.lru_cache(maxsize=4096)
@@ -242,7 +250,7 @@ def _divided(
     tiles, pieces = -(-n // (ROWS * height)), height * -(-tokens // 8)
     clusters = _clusters(tiles, pieces, split, multiprocessors)
     rounds, slice_ = -(-tiles // clusters), -(-chunks // split)
-    gap = _bank_step(bits, vector)
+    gap = bank_step(bits, vector)
     if resident == 2 and rounds != 2:  # with fewer or more tiles a block slower
         return None
     # Teams are faster where the work takes longer than the codes do.
@@ -280,21 +288,8 @@ def _divided(
     grid = clusters * split
     return DecodeDivision(
         *(tokens, height, split, parts, own, pitch, grid, stages, shared, box, apart),
-        *(teams, resident, depth, scale_pitch, looks_up),
+        *(teams, resident, depth, scale_pitch, looks_up, resident == 2),
     )
-
-
-def chunk_bytes(bits: int) -> int:
-    """Bytes of a chunk of a row's codes."""
-    return 64 if bits == 8 else CHUNK * bits // 8
-
-
-def _bank_step(bits: int, vector: int) -> int:
-    """The distance of rows in shared memory modulo 128 bytes at which lanes read from different banks; 0: any. With
-    reads of 16 bytes two rows share a bank, which costs little."""
-    if bits in (4, 8):
-        return 16 * vector if vector < 4 else 0
-    return 16 * bits
 
 
 def _clusters(tiles: int, pieces: int, split: int, multiprocessors: int) -> int:
@@ -337,13 +332,6 @@ def _parts(slice_: int, bits: int, gap: int, warps: int, teams: int, is_single: 
         parts = max(parts, slice_ // warps)
     even = (n for n in range(parts, 2 * parts + 1) if slice_ % (n * warps) == 0)
     return next(even, parts)  # equal shares for all warps are 3 to 5% faster, even with more parts
-
-
-def neighbours(bits: int, group: int) -> int:
-    """Words of a row that a lane reads at once, 8 codes or 4 of 8 bits: 4, or fewer where groups begin within a chunk
-    (group 0: one a row)."""
-    words = group // 4 if bits == 8 else group // 8
-    return 4 if words % 16 == 0 else 2 if words % 8 == 0 else 1
 
 
 def takes(operands: WeightOperands) -> bool:
@@ -467,11 +455,26 @@ def planned(
         is_e2m1=macro == "E2M1",
         **choices,
     )
+    if chosen is None:
+        return None
     # With a residual it follows attention, whose few blocks leave multiprocessors free at different times. Two blocks
     # on each of the first ones take 0.9 us longer.
-    if chosen is not None and chosen.resident == 2 and operands.residual is not None:
-        return replace(chosen, shared=max(chosen.shared, ALONE))
-    return chosen
+    if chosen.resident == 2 and operands.residual is not None:
+        chosen = replace(chosen, shared=max(chosen.shared, ALONE))
+    is_int4 = macro == "INT" and bits == 4 and zero is operands.rounds is None
+    return _with_early_starts(chosen, operands) if is_int4 else chosen
+
+
+def _with_early_starts(one: DecodeDivision, operands: WeightOperands) -> DecodeDivision:
+    """The plan of an int4 product, in which lanes load one token's x, and a first part is copied early, where measured
+    faster: with x of few chunks that warps share evenly, and in blocks of few tiles."""
+    share = WARPS * one.parts * one.chunks
+    if one.tokens * one.split * one.teams > 1 or share != operands.k // CHUNK or share > 2 * WARPS:
+        return one
+    rounds = -((-operands.n // ROWS) // one.grid)
+    is_short = one.resident == 2 or (rounds == 3 and operands.residual is None)
+    is_plain = share == 2 * WARPS and operands.gate is None and operands.has_aligned_scales
+    return replace(one, loads_x=True, early=int(is_short and is_plain))
 
 
 def _scale_box(operands: WeightOperands) -> tuple[int, int]:
@@ -521,7 +524,7 @@ class DecodeProduct(OneLaunch):
         scale_row = operands.groups * size
         sizes = plan.pitch, plan.stages, plan.apart, plan.scale_pitch or scale_row
         gate, eps = operands.gate or (None, None)
-        self.sizes = (*shape, *sizes, nvrtc.float_word(eps or 0.0))
+        self.sizes = (*shape, *sizes, nvrtc.float_word(eps or 0.0), 0)
         self.scale_map = (8, n, *[scale_row // 8] * 2, rows, plan.scale_pitch // 8)
         self.variant = DecodeVariant(
             _codes_macro(format, operands.numbers),
@@ -545,6 +548,8 @@ class DecodeProduct(OneLaunch):
             plan.resident,
             plan.scale_pitch > 0,
             plan.looks_up,
+            plan.loads_x,
+            plan.early,
             "NONE" if operands.rounds is None else ROUNDS_MACROS[operands.rounds],
             FLOAT_MACROS[operands.x.dtype],
             operands.exact,
@@ -587,7 +592,8 @@ def source(variant: DecodeVariant) -> str:
 
 @nvrtc.variants
 def _kernel(variant: DecodeVariant, shared: int, device: int) -> nvrtc.Kernel:
-    code, cluster = source(variant), variant.split
-    return nvrtc.kernel(
-        code, "decode_mm", 23, structs=3, shared=shared, cluster=cluster, overlaps=True
-    )
+    sizes = {"structs": 3, "shared": shared, "cluster": variant.split}
+    kernel = nvrtc.kernel(source(variant), "decode_mm", ARGUMENTS, "sm_90a", **sizes, overlaps=True)
+    if variant.early:
+        EARLY.add(kernel.handle)
+    return kernel
