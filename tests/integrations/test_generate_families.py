@@ -11,14 +11,14 @@ from packaging.version import Version
 from torch import Tensor
 
 import lowbit as lb
-from tests.integrations.models import SIZES
+from tests.integrations.models import SIZES, fill_adapters
 
 transformers = pytest.importorskip("transformers")
 
 from lowbit import hf  # noqa: E402
 from lowbit.interop.hf.decoding.choice import TokenChoice  # noqa: E402
 from lowbit.interop.hf.decoding.step import Decoder, _token  # noqa: E402
-from tests.integrations.test_generate import prompts  # noqa: E402
+from tests.integrations.test_generate import fresh, prompts  # noqa: E402
 from tests.integrations.test_generate_gpu import check_parting  # noqa: E402
 
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
@@ -161,6 +161,25 @@ def test_models_whose_layers_it_does_not_take(family: str) -> None:
         return
     with pytest.raises(ValueError, match=said):
         hf.generate(model, **settings(3))
+
+
+def test_adapters_of_peft_over_low_bit_weights() -> None:
+    """The tokens follow the adapter, also once it is switched off."""
+    peft = pytest.importorskip("peft")
+    base = fresh()
+    lb.quantize_(base, {"lm_head": None, "*": lb.Int4WeightOnly(32)})
+    plain = base.generate(**settings(3))
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear")
+    model = peft.get_peft_model(base, adapters).eval()
+    fill_adapters(model, 0.05)
+    expected = model.generate(**settings(3))
+    assert not torch.equal(expected, plain)
+    assert torch.equal(hf.generate(model, **settings(3)), expected)
+    assert torch.equal(model.generate(**settings(3), custom_generate=hf.generate), expected)
+    with model.disable_adapter():
+        assert torch.equal(hf.generate(model, **settings(3)), plain)
+    assert torch.equal(hf.generate(model, **settings(3)), expected)
+    check_graph(model.get_base_model())
 
 
 # ---- prompts of text for models that also see ----------------------------------------------------------------------
