@@ -64,7 +64,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {**GLM_MOE, **LATENT, "v_head_dim": 16, "num_key_value_heads": 4, "head_dim": 8},
         "it does not read what the cache returned, as multi-head latent attention does not",
     ),
-    "doge": ("Doge", {}, "the attention of this model: it computes with its mask"),
+    "doge": ("Doge", {}, "the attention of this model: it reads dtype of its mask"),
     "qwen3-next": (
         "Qwen3Next",
         {**EXPERTS, "shared_expert_intermediate_size": 32, "head_dim": 16}
@@ -169,6 +169,16 @@ def test_models_whose_layers_it_does_not_take(family: str) -> None:
         return
     with pytest.raises(ValueError, match=said):
         hf.generate(model, **settings(3))
+
+
+def test_hooks_that_move_arguments_let_the_mask_pass() -> None:
+    """accelerate asks each argument of a layer whether it can be moved."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = fresh()
+    expected = model.generate(**settings(3))
+    for layer in model.model.layers:
+        hooks.add_hook_to_module(layer, hooks.AlignDevicesHook("cpu", io_same_device=True))
+    assert torch.equal(hf.generate(model, **settings(3)), expected)
 
 
 def test_adapters_of_peft_over_low_bit_weights() -> None:

@@ -161,6 +161,10 @@ class SlotCache(Cache):
 # ---- masks ---------------------------------------------------------------------------------------------------------
 
 
+class NoTensorError(ValueError, AttributeError):
+    """What code gets that takes a `Causal` for a tensor; `hasattr` still answers False."""
+
+
 @dataclass(frozen=True)
 class Causal:
     """A causal mask, with a window of so many positions unless it is 0. It stands for the tensor in a model's code,
@@ -173,12 +177,10 @@ class Causal:
     is_taken: bool = True
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise refused("the attention of this model", "it computes with its mask")
+        raise NoTensorError(refused("the attention of this model", f"it reads {name} of its mask"))
 
     def __getitem__(self, key: Any) -> Any:
-        raise refused("the attention of this model", "it computes with its mask")
+        raise refused("the attention of this model", "it reads a part of its mask")
 
 
 def _mask(
