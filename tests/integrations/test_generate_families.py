@@ -130,6 +130,10 @@ def test_the_tokens_of_transformers_greedy_loop(family: str) -> None:
         expected = model.generate(**settings(batch))
         assert torch.equal(hf.generate(model, **settings(batch)), expected)
     assert len(set(expected[0, 11:].tolist())) > 3
+    found = hf.generate(model, **settings(3), kv_cache="int8")
+    model.set_attn_implementation("lowbit")
+    cache = hf.KVCache(model.config, max_cache_len=64)
+    assert torch.equal(found, model.generate(**settings(3), past_key_values=cache))
     check_graph(model)
     if not any("expert" in name for name, _ in model.named_modules()):  # roundings choose others
         folded = check_graph(model.bfloat16())
