@@ -17,7 +17,7 @@ transformers = pytest.importorskip("transformers")
 
 from lowbit import hf  # noqa: E402
 from lowbit.interop.hf.decoding.choice import TokenChoice  # noqa: E402
-from lowbit.interop.hf.decoding.step import Decoder, _token  # noqa: E402
+from lowbit.interop.hf.decoding.step import Decoder, _part_of_prompt, _token, _traced  # noqa: E402
 from tests.integrations.test_generate import fresh, prompts  # noqa: E402
 from tests.integrations.test_generate_gpu import check_parting  # noqa: E402
 
@@ -110,17 +110,24 @@ def settings(batch: int) -> dict[str, Any]:
 
 @torch.no_grad()
 def check_graph(model: Any) -> dict[str, int]:
-    """The traced forward of a token computes what the model does. Returns how many chains one kernel replaces."""
+    """The traced forwards of a prompt and of a token compute what the model does. Returns how many chains of the latter
+    one kernel replaces."""
     decoder = Decoder(model, 2, 256, torch.device("cpu"))
     decoder.begin(prompts(2)["input_ids"], [0, 3])
+    inputs = (decoder.ids[:, : decoder.length], decoder.start)
+    prompt = _part_of_prompt(model, decoder.cache, 0)
+    check_close(_traced(model, prompt, inputs)[0](*inputs), prompt(*inputs))
     decoder.choose(TokenChoice((), False, (), 0), decoder.read_prompt(model, 100))
     given = (decoder.token, decoder.position_ids, decoder.position, decoder.start)
-    expected = _token(model, decoder.cache)(*given).float()
-    found = decoder.traced(model)(*given).float()
-    bound = 0.03 if model.dtype is torch.bfloat16 else 1e-5
-    assert (found - expected).norm() < bound * expected.norm()
+    expected = _token(model, decoder.cache)(*given)
+    check_close(decoder.traced(model)(*given), expected)
     assert decoder.folded["embedding"] >= 1
     return decoder.folded
+
+
+def check_close(found: Tensor, expected: Tensor) -> None:
+    bound = 0.03 if found.dtype is torch.bfloat16 else 1e-5
+    assert (found - expected).float().norm() < bound * expected.float().norm()
 
 
 @over_later

@@ -183,6 +183,11 @@ def _value(node: Any) -> Any:
 
 
 def _replace(node: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True once `op` takes the place of `node`, whose result must be contiguous, as those of kernels are: views of it
+    read its strides."""
+    own = _value(node)
+    if isinstance(own, Tensor) and not own.is_contiguous():
+        return False
     graph = node.graph
     with graph.inserting_before(node):
         new = graph.call_function(op, args, kwargs)
