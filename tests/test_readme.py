@@ -346,6 +346,13 @@ def test_figures_of_choosing_stand_on_the_linked_pages() -> None:
     assert found > 30
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/choosing.md", "docs/inference.md"])
+def test_speeds_of_a_users_own_call_come_first(page: str) -> None:
+    """Before those of a recipe, which needs code of one's own."""
+    text = text_of(ROOT / page)
+    assert text.index("transformers' `generate`") < text.index("recipes.decode")
+
+
 @pytest.mark.parametrize("page", [p for p in PAGES if p.parent.name == "wishes"], ids=name_of)
 def test_figures_of_a_wish_stand_on_the_pages_that_it_links(page: Path) -> None:
     """Decimals, percentages and thousands, of its text."""

@@ -360,6 +360,32 @@ def test_generate_with_a_static_cache_under_compile(name: str, scheme: str, tmp_
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen3-moe"])
+def test_generate_compiles_once_for_200_tokens_and_two_prompts(name: str) -> None:
+    """Each forward of a token runs the same graph, whose inputs are plain tensors."""
+    model = MODELS[name]()
+    lb.quantize_(model, {"lm_head": None, "*": INT4})
+    if hasattr(model.model.layers[0].mlp, "experts"):
+        model.set_experts_implementation("batched_mm")
+    inputs: list[set[type]] = []
+
+    def counted(graph: Any, examples: list[Any], **options: Any) -> Any:
+        inputs.append({type(x) for x in examples})
+        return graph
+
+    torch._dynamo.reset()
+    compiles = transformers.CompileConfig(fullgraph=True, dynamic=False, backend=counted)
+    compiles._compile_all_devices = True
+    settings: dict[str, Any] = {"max_length": 212, "do_sample": False, "eos_token_id": None}
+    for prompt in (TOKENS, TOKENS[:, :5]):
+        static = {**settings, "cache_implementation": "static"}
+        got = model.generate(prompt, **static, compile_config=compiles)
+        assert torch.equal(got, model.generate(prompt, **static, disable_compile=True))
+    assert len(inputs) == 1, "recompiled"
+    assert inputs[0] <= {torch.Tensor, nn.Parameter, int, torch.SymInt}
+    assert model.generate(TOKENS, **settings).shape == (2, 212)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
 def test_loading_to_a_gpu(name: str, tmp_path: Path) -> None:

@@ -67,15 +67,19 @@ def shown(layer: nn.Module) -> Tensor | None:
 
 
 class Graphs:
-    """A backend of torch.compile that keeps the types of the inputs of each graph."""
+    """A backend of torch.compile that keeps the types of the inputs of each graph, and the number of those whose
+    addresses are not static: CUDA graphs copy them."""
 
     def __init__(self) -> None:
         self.inputs: list[set[type]] = []
+        self.copied: list[int] = []
 
     def __call__(self, graph: Any, examples: list[Any]) -> Callable[..., Any]:
         from torch._dynamo.backends.debugging import aot_eager
 
         self.inputs.append({type(t) for t in examples})
+        known = [n.meta.get("tensor_dict", {}) for n in graph.graph.nodes if n.op == "placeholder"]
+        self.copied.append(sum("_dynamo_static_input_type" not in one for one in known))
         return aot_eager(graph, examples)
 
 
@@ -91,12 +95,13 @@ def is_close(found: Tensor, expected: Tensor) -> bool:
 
 
 def check(module: nn.Module, *args: Tensor) -> None:
-    """A graph with the outputs of eager code that has no low-bit tensor among its inputs."""
+    """A graph with the outputs of eager code whose inputs are `args` and plain tensors at static addresses."""
     run, graphs = compiled(module)
     with torch.no_grad():
         assert is_close(run(*args), module(*args))
     (kinds,) = graphs.inputs
     assert kinds <= {Tensor, nn.Parameter}
+    assert graphs.copied == [len(args)], "CUDA graphs copy nothing else"
 
 
 @pytest.mark.cover("values", scheme=axes_of)

@@ -161,11 +161,26 @@ class SlotCache(Cache):
 # ---- masks ---------------------------------------------------------------------------------------------------------
 
 
+class NoTensorError(ValueError, AttributeError):
+    """What code gets that takes a `Causal` for a tensor; `hasattr` still answers False."""
+
+
 @dataclass(frozen=True)
 class Causal:
-    """A causal mask, with a window of so many positions unless it is 0. It stands for the tensor in a model's code."""
+    """A causal mask, with a window of so many positions unless it is 0. It stands for the tensor in a model's code,
+    which may only hand it on to the attention.
+
+    ``is_taken``: False for another mask. A model may make one that none of its layers reads.
+    """
 
     window: int = 0
+    is_taken: bool = True
+
+    def __getattr__(self, name: str) -> Any:
+        raise NoTensorError(refused("the attention of this model", f"it reads {name} of its mask"))
+
+    def __getitem__(self, key: Any) -> Any:
+        raise refused("the attention of this model", "it reads a part of its mask")
 
 
 def _mask(
@@ -177,21 +192,23 @@ def _mask(
     device: Any = "cpu",
     **_: Any,
 ) -> Causal:
-    """The mask that a model asks transformers for. ValueError for those that are not `Causal`."""
+    """The mask that a model asks transformers for."""
     window = local_size or 0
-    if not _current.get().is_checked and (
-        use_vmap or not _is_causal(mask_function, window, device)
-    ):
-        raise refused(
-            "the attention mask of this model", "it is neither causal nor a causal sliding window"
-        )
-    return Causal(window)
+    is_checked = _current.get().is_checked
+    return Causal(
+        window, is_checked or (not use_vmap and _is_causal(mask_function, window, device))
+    )
 
 
 def _is_causal(mask_function: Callable[..., Any], window: int, device: Any) -> bool:
     """True if the function of (batch, head, query, key) is the causal mask, as far as some pairs tell."""
     with _disable_current_modes():  # the host reads the result
-        return _agrees(mask_function, window, device)
+        try:
+            return _agrees(mask_function, window, device)
+        except (
+            IndexError
+        ):  # it looks up each position of the prompt, such as the image that it belongs to
+            return False
 
 
 def _agrees(mask_function: Callable[..., Any], window: int, device: Any) -> bool:
@@ -230,8 +247,15 @@ def _attention(
     given = layer.given
     if not isinstance(attention_mask, Causal) or position_bias is not None:
         raise refused("the attention of this model", "its mask or bias is its own tensor")
+    if not attention_mask.is_taken:
+        raise refused(
+            "the attention mask of this model", "it is neither causal nor a causal sliding window"
+        )
     if given is None or key is not given[0] or value is not given[1]:
-        raise refused("the attention of this model", "it does not read what the cache returned")
+        raise refused(
+            "the attention of this model",
+            "it does not read what the cache returned, as multi-head latent attention does not",
+        )
     if dropout:
         raise refused("an attention layer in training mode", "call model.eval() first")
     if key.shape[-1] != value.shape[-1]:

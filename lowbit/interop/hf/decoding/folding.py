@@ -1,6 +1,6 @@
 """Chains of operations in the graph of one token, each replaced by one kernel that computes the same.
 
-    RMS norm in 16 bits, as transformers' models write it (three ways)      rms_norm
+    RMS norm in 16 bits, as transformers' models write it                   rms_norm
     silu(a) · b, gelu(a) · b by tanh                                        gated_activation
     rotated queries and keys before the attention                           decode_attention rotates them
     r + a low-bit linear                                                    the linear adds r
@@ -102,11 +102,27 @@ def _matched_all(patterns: Any, found: Any, bound: dict[Any, Any] | None) -> dic
 X, WEIGHT, EPS, OTHER = Any_(), Any_(), Any_(), Any_()
 WIDE = call(aten._to_copy.default, X)
 MEAN = call(aten.mean.dim, call(aten.pow.Tensor_Scalar, WIDE, 2), [-1], True)
-NORMED = call(aten.mul.Tensor, WIDE, call(aten.rsqrt.default, call(aten.add.Tensor, MEAN, EPS)))
-ROUNDED_BEFORE = call(aten.mul.Tensor, call(aten._to_copy.default, NORMED), WEIGHT)
-ROUNDED_AFTER = call(aten._to_copy.default, call(aten.mul.Tensor, NORMED, WEIGHT))
-PLUS_ONE = call(aten.add.Tensor, call(aten._to_copy.default, WEIGHT), 1.0)
-STORED_MINUS_ONE = call(aten._to_copy.default, call(aten.mul.Tensor, NORMED, PLUS_ONE))
+
+
+def _norms(inverse: Any) -> list[tuple[Any, float]]:
+    """RMS norms that multiply by `inverse` of the mean square, and what their weights lack."""
+    normed = call(aten.mul.Tensor, WIDE, inverse)
+    wide = call(aten._to_copy.default, WEIGHT)
+    products = (
+        (call(aten.mul.Tensor, normed, call(aten.add.Tensor, wide, 1.0)), 1.0),
+        (call(aten.mul.Tensor, normed, WEIGHT), 0.0),
+        (call(aten.mul.Tensor, normed, wide), 0.0),
+    )
+    rounded_after = [(call(aten._to_copy.default, one), offset) for one, offset in products]
+    rounded_before = call(aten.mul.Tensor, call(aten._to_copy.default, normed), WEIGHT)
+    return [*rounded_after, (rounded_before, 0.0)]
+
+
+SQUARE = call(aten.add.Tensor, MEAN, EPS)
+NORMS = [
+    *_norms(call(aten.rsqrt.default, SQUARE)),
+    *_norms(call(aten.pow.Tensor_Scalar, SQUARE, -0.5)),
+]
 
 SILU = call(aten.mul.Tensor, call(aten.silu.default, X), OTHER)
 GELU_OF_X = call(aten.gelu.default, X)
@@ -115,11 +131,15 @@ GELU = call(aten.mul.Tensor, GELU_OF_X, OTHER)
 COS, SIN, HALF, END = Any_(), Any_(), Any_(), Any_()
 SECOND = call(aten.neg.default, call(aten.slice.Tensor, X, 3, HALF, END))
 TURNED = call(aten.cat.default, [SECOND, call(aten.slice.Tensor, X, 3, 0, HALF)], -1)
-ROTATED = call(
-    aten.add.Tensor,
-    call(aten.mul.Tensor, X, call(aten.unsqueeze.default, COS, 1)),
-    call(aten.mul.Tensor, TURNED, call(aten.unsqueeze.default, SIN, 1)),
+ROTATED, ROTATED_BY_TOKEN = (
+    call(
+        aten.add.Tensor,
+        call(aten.mul.Tensor, X, call(aten.unsqueeze.default, COS, heads)),
+        call(aten.mul.Tensor, TURNED, call(aten.unsqueeze.default, SIN, heads)),
+    )
+    for heads in (1, 2)
 )
+"""Of [B, heads, tokens, width], and of [B, tokens, heads, width], which is transposed afterwards."""
 
 LAST = Any_()
 CHOSEN = (
@@ -163,6 +183,11 @@ def _value(node: Any) -> Any:
 
 
 def _replace(node: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """True once `op` takes the place of `node`, whose result must be contiguous, as those of kernels are: views of it
+    read its strides."""
+    own = _value(node)
+    if isinstance(own, Tensor) and not own.is_contiguous():
+        return False
     graph = node.graph
     with graph.inserting_before(node):
         new = graph.call_function(op, args, kwargs)
@@ -172,7 +197,7 @@ def _replace(node: Any, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _fold_norm(node: Any) -> bool:
-    for pattern, offset in ((STORED_MINUS_ONE, 1.0), (ROUNDED_AFTER, 0.0), (ROUNDED_BEFORE, 0.0)):
+    for pattern, offset in NORMS:
         bound = matched(pattern, node, {})
         if bound is None:
             continue
@@ -212,7 +237,9 @@ def _fold_rotation(node: Any) -> bool:
     args = list(node.args) + [None] * (11 - len(node.args))
     if args[7] is not None:
         return False
-    query, key = matched(ROTATED, args[0], {}), matched(ROTATED, args[1], {})
+    by_token = call(aten.transpose.int, ROTATED_BY_TOKEN, 1, 2)
+    pattern = next((p for p in (ROTATED, by_token) if matched(p, args[0], {}) is not None), None)
+    query, key = (None if pattern is None else matched(pattern, args[n], {}) for n in (0, 1))
     if query is None or key is None:
         return False
     if query[COS] is not key[COS] or query[SIN] is not key[SIN]:
@@ -223,6 +250,9 @@ def _fold_rotation(node: Any) -> bool:
     if not fits or any(t.dtype != x.dtype or not t.is_contiguous() for t in (cos, sin)):
         return False
     args[0], args[1], args[7], args[8] = query[X], key[X], query[COS], query[SIN]
+    if pattern is by_token:
+        with node.graph.inserting_before(node):
+            args[:2] = [node.graph.call_function(aten.transpose.int, (x, 1, 2)) for x in args[:2]]
     node.args = tuple(args)
     return True
 

@@ -18,6 +18,8 @@ CHUNK = 2048
 """Tokens of a prompt that the model reads at a time, without `prefill_chunk_size`."""
 OWN = ("attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep")
 """Arguments of a model's forward that transformers makes for every call."""
+TOKEN_TYPES = ("token_type_ids", "mm_token_type_ids")
+"""Arguments in which processors of images say which tokens are text: 0."""
 STATIC = ("static", "hybrid", "sliding_window")
 """Names of caches whose place the own one takes."""
 KINDS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -56,7 +58,7 @@ def read(model: Any, call: PreparedCall) -> Options:
     _check_config(config)
     _check_model(model)
     for name, value in call.model_kwargs.items():
-        if name not in OWN and value is not None and value is not False:
+        if name not in OWN and not _says_nothing(name, value):
             # transformers encodes images and sounds before it calls a loop
             kind = "images, videos and sounds" if name == "mm_encoder_outputs" else name
             raise refused(kind, "it takes input_ids and attention_mask")
@@ -75,6 +77,13 @@ def read(model: Any, call: PreparedCall) -> Options:
         start,
         hides_padding(call.processors),
     )
+
+
+def _says_nothing(name: str, value: Any) -> bool:
+    """True for an argument that changes nothing, such as no images, and token types of prompts that are text alone."""
+    if name in TOKEN_TYPES and value is not None:
+        return not bool(value.any())
+    return value is None or value is False or value == {}
 
 
 def _check_config(config: Any) -> None:
@@ -108,11 +117,11 @@ def _check_model(model: Any) -> None:
         raise refused("a model in training mode", "call model.eval() first")
     if model.dtype == torch.float64:
         raise refused("a model in torch.float64", "it takes float32, bfloat16 and float16")
-    if not model._supports_attention_backend:
-        raise refused(type(model).__name__, "its attention is its own")
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
     if others := sorted({*kinds} - {*KINDS}):
         raise refused(type(model).__name__, f"it has layers without plain attention ({others})")
+    if not model._supports_attention_backend:
+        raise refused(type(model).__name__, "its attention is its own")
     prepares = model.prepare_inputs_for_generation
     maker = getattr(prepares, "__module__", None) or ""
     if not maker.startswith("transformers."):  # such as PEFT's for prompts that are learned
@@ -188,7 +197,14 @@ def _starts(model_kwargs: dict[str, Any], batch: int, length: int) -> list[int]:
         )
     if positions is not None:
         own = (torch.arange(length) - starts[:, None]).clamp(min=0)
-        given = positions.cpu().expand(batch, -1) if positions.ndim == 2 else positions
-        if given.shape != own.shape or not torch.equal(given[seen], own[seen]):
+        given = positions.cpu()
+        axes = (
+            given if given.ndim == 3 else given[None]
+        )  # images have positions along several axes, text the same
+        if axes.shape[2:] != own.shape[1:] or axes.shape[1] not in (1, batch):
+            raise refused(
+                f"position_ids of shape {tuple(given.shape)}", f"it takes {(batch, length)}"
+            )
+        if any(not torch.equal(one[seen], own[seen]) for one in axes.expand(-1, batch, -1)):
             raise refused("these position_ids", "they count from each sequence's first token")
     return [int(n) for n in starts]
