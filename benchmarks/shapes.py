@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import statistics
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -20,7 +21,7 @@ from torch.nn import functional as F
 from benchmarks.cases.weight_linear import Case
 from benchmarks.registry import Candidate, Problem, Result, Row, Table, benchmark
 from benchmarks.report import readable
-from benchmarks.timing import measure_over
+from benchmarks.timing import measure_in_turns
 from benchmarks.weight_linear import GROUP, _bf16
 from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import weight_mm_large_batch_sm90 as large_batch
@@ -125,40 +126,50 @@ class Shape:
 
 
 class Times(NamedTuple):
-    """Seconds of a linear in bfloat16 by cuBLAS, and with an int4 and an int8 weight."""
+    """Seconds of a linear in bfloat16 by cuBLAS, and with an int4 and an int8 weight; these two as shares of bfloat16's
+    in the same round: medians."""
 
     bf16: float
     int4: float
     int8: float
+    int4_share: float
+    int8_share: float
+
+    @classmethod
+    def of(cls, rounds: list[list[float]]) -> Times:
+        """The medians over rounds of the three times."""
+        shares = [[own / bf16 for own in others] for bf16, *others in rounds]
+        return cls(
+            *map(statistics.median, [*zip(*rounds, strict=True), *zip(*shares, strict=True)])
+        )
 
 
 def _measure(candidate: Shape, repeats: int) -> Times:
     _, m, n, k = candidate.drawn
-    return Times(
-        _median(F.linear, partial(_bf16, m, n, k), 2 * n * k, repeats),
-        *(
-            _median(run, partial(candidate.operands, bits, "cuda"), n * k * bits // 8, repeats)
-            for bits in (4, 8)
-        ),
-    )
+    found = [_rotated(F.linear, partial(_bf16, m, n, k), 2 * n * k)]
+    for bits in (4, 8):
+        found.append(_rotated(run, partial(candidate.operands, bits, "cuda"), n * k * bits // 8))
+    return Times.of(measure_in_turns(found, repeats))
 
 
-def _median(call: Callable, arguments: Callable[[], tuple], moved: int, repeats: int) -> float:
-    one = Candidate("", call, arguments, moved)
-    return measure_over(one, max(1, min(MOST_SETS, ROTATED_BYTES // moved)), repeats).median
+def _rotated(call: Callable, arguments: Callable[[], tuple], moved: int) -> tuple[Candidate, int]:
+    """What is timed, and over how many weights of `moved` bytes."""
+    return Candidate("", call, arguments, moved), max(1, min(MOST_SETS, ROTATED_BYTES // moved))
 
 
 def _cells(row: Row, result: Result, bandwidth: float) -> list[str]:
-    bf16, int4, int8 = row.measured
-    return [readable(t) for t in row.measured] + [f"{int4 / bf16:.2f}", f"{int8 / bf16:.2f}"]
+    times: Times = row.measured
+    shares = times.int4_share, times.int8_share
+    return [*map(readable, times[:3]), *(f"{share:.2f}" for share in shares)]
 
 
 TABLE = Table(
     columns=("bf16", "int4", "int8", "int4 / bf16", "int8 / bf16"),
     measure=_measure,
     cells=_cells,
-    legend=f"Medians, in CUDA graphs, over {ROTATED_BYTES >> 20} MiB of weights in turn. bf16: cuBLAS. int4 in groups "
-    f"of {GROUP}, int8 with a scale a row.",
+    legend=f"Medians, in CUDA graphs that are replayed in turns, over {ROTATED_BYTES >> 20} MiB of weights in turn; "
+    "ratios to bf16's replay of the same round. "
+    f"bf16: cuBLAS. int4 in groups of {GROUP}, int8 with a scale a row.",
 )
 
 
@@ -172,7 +183,7 @@ def compile_kernels(shapes: list[Drawn]) -> None:
         if one.m <= MAX_TOKENS or own is None:
             continue
         chosen = large_batch.plan(one.m, one.n, one.k, own, nvrtc.multiprocessors(CUDA))
-        shape = chosen[:8], chosen.last_tokens
+        shape = chosen[:8], chosen.last_tokens, chosen.joined
         sources.add(large_batch.source(torch.bfloat16, torch.bfloat16, own, *shape))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(lambda source: nvrtc.compiled(source, "sm_90a"), sorted(sources)))

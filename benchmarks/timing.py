@@ -21,6 +21,7 @@ CACHES_PER_ROUND = 4
 MAX_SETS = 32
 RUNS_PER_GRAPH = 16
 REPEATS = 30
+WARM_UP = 25e-3  # seconds of replays before candidates are timed in turns
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,25 @@ def measure_over(candidate: Candidate, number: int, repeats: int = REPEATS) -> T
     return time_sets(candidate.run, sets, repeats)
 
 
+def measure_in_turns(
+    candidates: list[tuple[Candidate, int]], repeats: int = REPEATS
+) -> list[list[float]]:
+    """Seconds of one run of each candidate, in each of `repeats` rounds, by graphs over so many sets of arguments.
+
+    A GPU at its power limit lowers its clock, so a candidate that is timed after another looks slower. Ratios of times
+    of the same round are compared at one clock.
+    """
+    graphs = []
+    for one, number in candidates:
+        graphs.append(_captured(one.run, [one.arguments() for _ in range(number)]))
+    started = time.perf_counter()
+    while time.perf_counter() - started < WARM_UP:
+        for graph, _, _ in graphs:
+            graph.replay()
+        torch.cuda.synchronize()
+    return [[_replayed(graph) / runs for graph, runs, _ in graphs] for _ in range(repeats)]
+
+
 def copy_bandwidth(repeats: int = REPEATS) -> float:
     """Bytes per second, read plus written, of ``copy_`` between two large buffers of random bits.
 
@@ -74,6 +94,14 @@ def copy_bandwidth(repeats: int = REPEATS) -> float:
 
 
 def _time_graph(run: Callable, sets: list[tuple], repeats: int) -> Timing:
+    graph, runs, _ = _captured(run, sets)
+    graph.replay()
+    torch.cuda.synchronize()
+    return Timing.of([_replayed(graph) / runs for _ in range(repeats)])
+
+
+def _captured(run: Callable, sets: list[tuple]) -> tuple[torch.cuda.CUDAGraph, int, list]:
+    """A graph that runs over the sets in turn, how many runs it has, and what must live as long as the graph."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -89,18 +117,17 @@ def _time_graph(run: Callable, sets: list[tuple], repeats: int) -> Timing:
         for _ in range(rounds):
             for i, arguments in enumerate(sets):
                 results[i] = run(*arguments)  # kept, so that no two sets share memory
-    graph.replay()
-    torch.cuda.synchronize()
+    return graph, rounds * len(sets), [sets, results]
 
-    seconds = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        seconds.append(start.elapsed_time(end) * 1e-3 / (rounds * len(sets)))
-    return Timing.of(seconds)
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> float:
+    """Seconds of a replay."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e-3
 
 
 def _time_calls(run: Callable, sets: list[tuple], repeats: int) -> Timing:

@@ -26,6 +26,7 @@ static TensorMap described(const uint64 *a) {
 }
 """
 FOOTER = """
+static_assert(TILES_AT <= 227 * 1024, "a block's shared memory");
 extern "C" void emulated_product(unsigned grid, const uint64 *codes, const uint64 *x, const uint64 *a) {
     emulation::launch(grid, THREADS, CLUSTER, [=] {
         weight_mm(described(codes), described(x),

@@ -80,7 +80,7 @@ def divided(
     ((chunk, joined), *_) = _chunks(shape, own, product.x.shape[1], rounded)
     depth = stages(*tile, split, own, chunk // joined) // joined * joined
     if shape.tokens < 128:  # more chunks than stages
-        depth = min(depth, 2 * shape.turns + (shape.turns == 1))
+        depth = min(depth, 2 * max(shape.turns, joined) + (shape.turns == joined == 1))
     plan = (*tile, beside, split, rounded, chunk, depth, clusters)
     return LargeBatchDivision(*plan, joined=joined)
 
@@ -210,6 +210,8 @@ EMULATED = [
     # chunks of four stages
     ("nf4", (256, 128, 2), {"rounded": True}),
     ("uint8", (256, 128, 2), {"rounded": True}),
+    ("mxfp4", (192, 128, 2), {}),
+    ("int5", (160, 192, 3), {"rounded": True}),
     # of two stages
     ("nvfp4", (256, 128, 2), {"split": 2, "clusters": 2}),
 ]

@@ -278,6 +278,9 @@ EMULATED = [  # plan, m, n, k, bits, group: split-K, turns of warp groups, more 
     (joined(planned(256, 128, 2, 2, 1, 1, rounded=True)), 60, 520, 700, 8, 64),  # divided, too
     (joined(planned(256, 128, 2, 1, 2, 1, rounded=True)), 250, 128, 650, 4, 128),
     (mixed(208, 1, joined(planned(256, 128, 2, 1, 1, 2, rounded=True))), 250, 264, 700, 4, 32),
+    (joined(planned(192, 128, 2, 1, 1, 2, rounded=True), 256, 4), 200, 260, 1500, 4, 128),
+    (joined(planned(160, 192, 3, 1, 2, 2, rounded=True), 256, 4), 150, 200, 1200, 4, 128),
+    (joined(planned(96, 128, 2, 1, 1, 2), 256), 150, 300, 1100, 8, 0),
 ]
 
 

@@ -44,8 +44,8 @@ DEVICE uint32 fused(uint32 a, uint32 b, uint32 c) {
 
 static constexpr int PAIRS = CODES == LOOKUP ? 1 << 2 * BITS : 0;
 // Bytes from a pair to the next. With 256, the byte of two codes and that of the lane are the address, which one
-// instruction makes. Tiles of other sizes need the memory for stages.
-static constexpr int TABLE_STEP = BITS == 4 && (TOKENS <= 128 || TOKENS == 256) ? 256 : 128;
+// instruction makes.
+static constexpr int TABLE_STEP = BITS == 4 ? 256 : 128;
 
 __constant__ unsigned short VALUES[] = {TABLE};
 

@@ -60,10 +60,10 @@ class Unpacking(NamedTuple):
         factor of an integer."""
         return self.codes in ("LOOKUP", "E4M3") or self.zero >= 2
 
-    def lookup_bytes(self, tokens: int) -> int:
-        """Bytes of shared memory that the table of pairs takes in a tile of so many tokens."""
-        step = 256 if self.bits == 4 and (tokens <= 128 or tokens == 256) else 128
-        return step << 2 * self.bits if self.table else 0
+    @property
+    def lookup_bytes(self) -> int:
+        """Bytes of shared memory that the table of pairs takes."""
+        return (256 if self.bits == 4 else 128) << 2 * self.bits if self.table else 0
 
     def rounds(self, m: int) -> bool:
         """True if scales may be multiplied into the weights for M tokens."""

@@ -351,6 +351,9 @@ DEVICE void multiply_tile(Shared &shared, Consumer &consumer, const Epilogue &ep
                           const Schedule &schedule, uint32 rank, int below, uint32 parity) {
     float sums[SUBTILES][COUNT] = {}, totals[SUBTILES][COUNT] = {};
     const int row = schedule.row + below;
+    Rows rows[SUBTILES];
+#pragma unroll
+    for (int i = 0; i < SUBTILES && ROWS_FIRST; ++i) rows[i] = Rows(epilogue, shape, row + i * 64);
     consumer.sum(sums, totals, row + threadIdx.x % 32 / 4, schedule.first, schedule.last, schedule.divided, schedule.above);
     float(&result)[SUBTILES][COUNT] = FLUSH ? totals : sums;
     if constexpr (COUNT == SUMS && BESIDE_RING) {
@@ -367,9 +370,8 @@ DEVICE void multiply_tile(Shared &shared, Consumer &consumer, const Epilogue &ep
     if constexpr (OVERLAP) {
         if (shares(rank) && !merge(shared, result[0], rank, parity)) return;
     }
-    Rows rows[SUBTILES];
 #pragma unroll
-    for (int i = 0; i < SUBTILES; ++i) rows[i] = Rows(epilogue, shape, row + i * 64);
+    for (int i = 0; i < SUBTILES && !ROWS_FIRST; ++i) rows[i] = Rows(epilogue, shape, row + i * 64);
     finish_all(shared.box, epilogue, shape, schedule.own(), rows, result, row, schedule.token);
 }
 

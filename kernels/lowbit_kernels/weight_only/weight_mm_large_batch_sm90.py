@@ -179,7 +179,8 @@ def divisions(
         for beside in (1, 2)
         for split in (1, 2, 4, 8)
         if beside * split <= 8 and split <= -(-k // chunk) and tile.rows // 16 % split == 0
-        if beside == 1 or (tile.lanes == 1 and (joined == 1 or tile.tokens == 256))
+        if beside == 1 or (tile.lanes == 1 and (joined == 1 or tile.tokens > 128))
+        if split == 1 or joined == 1 or unpacking.codes != "INT8" or tile.tokens > 128
         if not tile.overlaps or ((beside, split) == (2, 1) and unpacking.bits < 8)
         for depth in [stages(*tile, split, unpacking, chunk // joined) // joined * joined]
         if depth >= max(3, 2 * tile.turns, joined)
@@ -214,14 +215,10 @@ def _rounds_integers(tile: Tile, unpacking: Unpacking) -> bool:
 
 def _has_enough_stages(tile: Tile, unpacking: Unpacking) -> bool:
     """False where 64 rows by two warp groups were slower than other tiles, with two stages a warp group."""
-    if (
-        tile.rows > 64
-        or tile.groups > 2
-        or tile.tokens <= 64
-        or unpacking.codes in ("INT4", "STREAM")
-    ):
+    if tile.rows > 64 or tile.groups > 2 or tile.tokens <= 64:
         return True
-    return unpacking.codes == "LOOKUP" and tile.tokens <= 112
+    fits = unpacking.codes == "LOOKUP" and tile.tokens <= 112
+    return fits or unpacking.codes in ("INT4", "STREAM")
 
 
 def _holds(tile: Tile, unpacking: Unpacking, twice: bool) -> bool:
@@ -375,15 +372,13 @@ def _products(plan: LargeBatchDivision, tokens: int, unpacking: Unpacking) -> fl
         alone, slowed = alone + more, slowed + beside
     if unpacking.zero >= 2 or (unpacking.zero and plan.rounded and not unpacking.table):
         alone, slowed = alone + ZEROS.get(codes, 90), slowed + 40
-    if unpacking.table and unpacking.bits == 4 and 128 < plan.tokens < 256:  # a denser table
-        alone, slowed = alone + 75, slowed + 30
-    if plan.tokens == 256 and plan.joined > 1 and codes != "E4M3":
+    if plan.tokens > 128 and plan.joined > 1 and codes != "E4M3":
         slowed = slowed // 2
     each = {"INT4": 2.03, "INT8": 2.05}.get(codes, 2.14) if once else 3.19
-    base = float(alone)
-    if plan.groups == 4:  # more warps, which hide more of the latency
-        base, each = base * 0.96, 3.0
-    return max((base + each * tokens) * part + 38, (4.04 * tokens + slowed) * part)
+    base = alone * (0.96 if plan.groups == 4 else 1.0)  # more warps hide more of the latency
+    each = 3.0 if plan.groups == 4 else each
+    fixed = 76 if tokens <= 128 and plan.joined > 1 and codes != "INT4" else 38
+    return max((base + each * tokens) * part + fixed, (4.04 * tokens + slowed) * part)
 
 
 def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
@@ -391,7 +386,8 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
     of 64. Wide tiles have smaller stages, so that more of them fit. The scales of a chunk's two groups are read
     together, so a row must have an even number of them. Scales that are multiplied are read for a whole chunk."""
     bits = unpacking.bits
-    if tile.tokens == 256 and bits > (2 if unpacking.table else 4):
+    most = 128 if unpacking.table and bits == 4 else 240  # beside the table there is little memory
+    if tile.tokens > most and bits > (2 if unpacking.table else 4):
         return STEP
     if unpacking.table:
         # With few stages, beside sums and the table.
@@ -405,13 +401,24 @@ def chunk_of(tile: Tile, unpacking: Unpacking, k: int) -> int:
 
 def _chunks(tile: Tile, unpacking: Unpacking, k: int, rounded: bool) -> tuple[tuple[int, int], ...]:
     """Each K that a chunk may have, with its pipeline stages. Longer chunks than `chunk_of` take fewer instructions."""
-    own = chunk_of(tile, unpacking, k)
-    if tile.tokens == 256:
-        most = _joined(unpacking, k)  # fewer divide K in finer parts
+    own, most, codes = chunk_of(tile, unpacking, k), _joined(unpacking, k), unpacking.codes
+    if tile.tokens == 256:  # fewer stages divide K in finer parts
         return tuple((STEP * n, n) for n in (4, 2) if n <= most) or ((own, 1),)
-    if unpacking.codes != "INT4" or not (rounded and own == 128 and _pairs_groups(unpacking, k)):
-        return ((own, 1),)
-    return (own, 1), (2 * own, 2 if tile == (128, 128, 2) else 1)
+    if tile.tokens > 128:
+        shorter = (2 * STEP, 2) if most > 1 and own == STEP else (own, 1)
+        return ((4 * STEP, 4), shorter) if most == 4 and unpacking.bits == 4 else (shorter,)
+    pairs = own == 2 * STEP and rounded and _pairs_groups(unpacking, k)
+    if codes == "INT4" and pairs:
+        return (own, 1), (2 * own, 2 if tile == (128, 128, 2) else 1)
+    longer = False
+    if own == 2 * STEP and tile.rows == 64 * tile.groups and tile.tokens >= 80:
+        if codes == "LOOKUP" and rounded and tile.groups == 3 and most == 4:
+            return (4 * STEP, 4), (own, 1)
+        if codes == "STREAM" and unpacking.bits < 4:
+            longer = most == 4 if unpacking.scales_pairs else pairs
+        elif codes == "INT8":
+            longer = not unpacking.group and k % (4 * STEP) == 0
+    return ((2 * own, 2), (own, 1)) if longer else ((own, 1),)
 
 
 def _joined(unpacking: Unpacking, k: int) -> int:
@@ -471,7 +478,7 @@ def _pitch(chunk: int, bits: int) -> int:
 
 def _fixed(tokens: int, rows: int, groups: int, split: int, unpacking: Unpacking) -> int:
     """Bytes of shared memory besides the stages and their barriers."""
-    tile, looked_up = Tile(tokens, rows, groups), unpacking.lookup_bytes(tokens)
+    tile, looked_up = Tile(tokens, rows, groups), unpacking.lookup_bytes
     if split * tile.lanes > 1 and not tile.is_once(split):
         return tokens * rows * 4 * tile.lanes + BOX + 32 + looked_up
     return (tokens * 128 if tile.overlaps else 1024) + groups * LINES + 32 + looked_up

@@ -85,6 +85,8 @@ static_assert(4 * BOX_BYTES <= 2 * LINE_BYTES, "");
 static constexpr bool TAIL = BESIDE == 2 && SOURCES == 1 && !OVERLAP && !LAST_TOKENS;
 // Whether the sums that blocks share take the ring's place. Then a block has one tile, or it is the last one.
 static constexpr bool ONCE = SPLIT > 1 && LANES == 1 && TOKENS > 64;
+// Whether scales and biases of rows are loaded before the products. With more tokens products took longer beside them.
+static constexpr bool ROWS_FIRST = !GROUP && TOKENS < 128 && !ONCE && SOURCES == 1;
 static constexpr int PHASES_MOST = 2;  // in which they arrive
 static constexpr bool BESIDE_RING = SOURCES > 1 && !ONCE;  // whether they have a place of their own
 static_assert(LAST_TOKENS < TOKENS && (!LAST_TOKENS || SOURCES == 1 && !OVERLAP && !EXPERTS), "");
