@@ -267,13 +267,13 @@ def save(
 
 
 def load(
-    path: str | os.PathLike[str], *, device: str | torch.device = "cpu", verify: bool = True
+    path: str | os.PathLike[str], *, device: str | torch.device | None = "cpu", verify: bool = True
 ) -> dict[str, Any]:
     """The state dict that was saved; for a module, `model.load_state_dict(lowbit.load(path), assign=True)`.
 
     Args:
         path: a file that `lowbit.save` wrote.
-        device: where the tensors go.
+        device: where the tensors go; None: to the CPU.
         verify: compare tensors with the digests that were saved. False takes milliseconds: values are read when they
             are used.
 

@@ -3,12 +3,16 @@ argument, the value or its type."""
 
 from __future__ import annotations
 
+import collections
 import inspect
 import json
 import math
+import sys
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -233,7 +237,7 @@ def test_options_of_export(option: str, wrong: Any, tmp_path) -> None:
         return  # torch's error names it
     for call in (lb.export, sync.write):
         if option in inspect.signature(call).parameters:
-            with pytest.raises((TypeError, ValueError), match=f"{option}|scales"):
+            with pytest.raises((TypeError, ValueError), match=option):
                 call(quantized(), tmp_path / "out", "lowbit", **{option: wrong})
     assert not (tmp_path / "out").exists()
 
@@ -246,6 +250,58 @@ def test_files(tmp_path) -> None:
             call(path, verify="x")  # type: ignore[operator]
     with pytest.raises(TypeError, match=r"device must be a torch\.device, .* got <wrong>"):
         lb.load(path, device=WRONG)  # type: ignore[arg-type]
+
+
+class Listed(collections.UserList[Any]):
+    """A sequence that is neither a list nor a tuple, as omegaconf and hydra give."""
+
+
+def test_values_of_configs_and_of_numpy(tmp_path) -> None:
+    """Other types of the values that an argument takes."""
+    optimizer = optim.AdamW8bit(
+        parameters(), lr=np.float32(0.5), betas=Listed([0, np.float64(0.5)])
+    )
+    assert optimizer.param_groups[0]["betas"] == (0.0, 0.5)
+    scale, _ = lb.choose_qparams_affine(X, "symmetric", Listed([1, 64]), torch.int8)
+    assert torch.equal(scale, lb.choose_qparams_affine(X, "symmetric", (1, 64), torch.int8)[0])
+    path = tmp_path / "plan.json"
+    lb.Plan({"*": INT4}, bits=np.float32(4.5), damage=torch.tensor(0.25), measured=1).save(path)
+    plan = lb.Plan.load(path)
+    assert (plan.bits, plan.damage, plan.measured) == (4.5, 0.25, 1.0)
+    sizes = [formats.shards.size_in_bytes(size) for size in (5000, 5e3, np.int64(5000), "5KB")]
+    assert sizes == [5000] * 4
+
+
+@pytest.mark.parametrize("device", [None, "cpu", torch.device("cpu")], ids=str)
+def test_devices(device: Any, tmp_path) -> None:
+    model = quantized()
+    lb.save(model, tmp_path / "model.safetensors")
+    lb.export(model, tmp_path / "out", "lowbit", device=device)
+    loaded = plain()
+    loaded.load_state_dict(lb.load(tmp_path / "model.safetensors", device=device), assign=True)
+    read = lb.load_pretrained(tmp_path / "out", plain(), device=device)
+    assert torch.equal(loaded(X), model(X)) and torch.equal(read(X), model(X))
+    with pytest.raises(RuntimeError, match="nodevice"):
+        lb.load(tmp_path / "model.safetensors", device="nodevice")
+
+
+def test_blocks_are_a_list() -> None:
+    model = plain()
+    with pytest.raises(TypeError, match="blocks must be a list of modules"):
+        lb.calibrate(model, [X], INT4, blocks=model[0])
+
+
+@pytest.mark.parametrize("limit", [3, 0.25, None])
+def test_limits_and_tasks_as_lm_eval_takes_them(limit: Any, monkeypatch) -> None:
+    seen: list[Any] = []
+    harness = types.SimpleNamespace(
+        simple_evaluate=lambda **given: seen.append(given) or {"results": {}}
+    )
+    wrapped = types.SimpleNamespace(HFLM=lambda **given: None)
+    monkeypatch.setitem(sys.modules, "lm_eval", harness)
+    monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", wrapped)
+    lb.evaluate(plain(), tasks=Listed(["arc_easy"]), tokenizer=WRONG, limit=limit)
+    assert [(g["tasks"], g["limit"]) for g in seen] == [(["arc_easy"], limit)]
 
 
 def test_the_parts_of_transformers() -> None:

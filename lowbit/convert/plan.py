@@ -25,7 +25,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -77,18 +77,14 @@ class Plan(dict[str, Scheme | None]):
             raise TypeError(f"schemes must be a dict of patterns to schemes, got {schemes!r}")
         super().__init__(schemes)
         check_schemes(dict(self), Scheme)
-        for name, figure in (("bits", bits), ("milliseconds", milliseconds)):
-            if figure is not None:
-                check_nonnegative(name, figure)
-        for name, figure in (("damage", damage), ("measured", measured)):
-            if figure is not None:
-                check_number(name, figure)
         if not isinstance(measure, str) or not isinstance(costs, Costs | None):
             raise TypeError(
-                f"measure must be a str and costs those of a plan or None, got {measure!r} and {costs!r}"
+                f"measure must be a str, and costs None or those of another plan, got {measure!r} and {costs!r}"
             )
-        self.bits, self.measure, self.damage = bits, measure, damage
-        self.measured, self.milliseconds, self.costs = measured, milliseconds, costs
+        self.bits = _figure("bits", bits, check_nonnegative)
+        self.milliseconds = _figure("milliseconds", milliseconds, check_nonnegative)
+        self.damage, self.measured = _figure("damage", damage), _figure("measured", measured)
+        self.measure, self.costs = measure, costs
 
     def __str__(self) -> str:
         """The figures, why it was taken, and a line for each pattern."""
@@ -156,6 +152,15 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         keys = [key for key, _ in pairs]
         raise ValueError(f"{next(k for k in keys if keys.count(k) > 1)!r} is given twice")
     return found
+
+
+def _figure(
+    name: str, value: Any, check: Callable[[str, Any], object] = check_number
+) -> float | None:
+    if value is None:
+        return None
+    check(name, value)
+    return float(value)  # JSON takes no tensor and no number of numpy
 
 
 def _scheme(pattern: str, given: Any, path: Any) -> Scheme | None:

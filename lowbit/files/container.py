@@ -58,7 +58,7 @@ def write(path: Path, tensors: dict[str, Tensor], info: Mapping[str, Any]) -> No
 
 
 def read(
-    path: Path, device: str | torch.device, *, with_tensors: bool = True, verify: bool = True
+    path: Path, device: str | torch.device | None, *, with_tensors: bool = True, verify: bool = True
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """The tensors on `device`, and the description.
 
@@ -73,9 +73,8 @@ def read(
     check_suffix(path)
     if not path.is_file():
         raise FileNotFoundError(f"{path} is not a file")
-    torch.empty(
-        0, device=device_of("device", device)
-    )  # raises torch's own error for a device that does not exist
+    device = device_of("device", device)
+    torch.empty(0, device=device)  # raises torch's own error for a device that does not exist
     try:
         file = tensor_file.TensorFile(path)
         text, seal = file.metadata.get("lowbit", "null"), file.metadata.get(SEAL)

@@ -29,7 +29,7 @@ from lowbit.tensor.core.base import LowbitTensor
 
 
 def tensors(
-    path: str | os.PathLike[str], *, device: str | torch.device = "cpu"
+    path: str | os.PathLike[str], *, device: str | torch.device | None = "cpu"
 ) -> Iterator[tuple[str, Tensor]]:
     """The tensors of a checkpoint's folder one after another: (name, low-bit or plain tensor).
 
@@ -38,7 +38,7 @@ def tensors(
 
     Args:
         path: a folder that `load_pretrained` takes.
-        device: where the tensors go.
+        device: where the tensors go; None: to the CPU.
 
     Raises FormatError as `load_pretrained` does.
     """
@@ -63,7 +63,7 @@ def load_pretrained(
     path: str | os.PathLike[str],
     model: nn.Module | None = None,
     *,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = "cpu",
 ) -> nn.Module:
     """A model with the low-bit weights of a folder, which run in lowbit's kernels.
 
@@ -76,7 +76,7 @@ def load_pretrained(
         model: the module to fill, in place, on any device or on meta; its parameters are replaced, so make the
             optimizer afterwards. None builds the model of transformers that config.json names, without memory for its
             weights.
-        device: where the tensors go.
+        device: where the tensors go; None: to the CPU.
 
     Returns:
         The model; a model of transformers in evaluation mode.

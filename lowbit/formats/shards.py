@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +23,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**
 
 
 def size_in_bytes(size: int | str, option: str = "max_shard_size") -> int:
-    """Bytes of 5_000_000 or "5MB". Raises FormatError for anything else, with the name of the `option`."""
+    """Bytes of 5_000_000, 5e6 or "5MB". Raises FormatError for anything else, with the name of the `option`."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMG]I?B)?\s*", str(size).upper())
-    is_size = found and isinstance(size, int | str) and not isinstance(size, bool)
+    is_size = isinstance(size, str) or (isinstance(size, Real) and float(size).is_integer())
     value = int(float(found[1]) * _UNITS[found[2] or ""]) if found and is_size else 0
     if value < 1:
         raise FormatError(f"{option} is {size!r}; accepted: bytes, or a text such as '2GB'")

@@ -66,7 +66,7 @@ def export(
     overwrite: bool = False,
     max_shard_size: int | str = "500MB",
     tokenizer: Any = None,
-    device: str | torch.device = "cpu",
+    device: str | torch.device | None = "cpu",
     example_inputs: Any = None,
     dynamic_shapes: Any = None,
 ) -> ExportReport:
@@ -105,7 +105,7 @@ def export(
         max_shard_size: the largest size of a shard, in bytes or as "500MB". The tensors of one shard are in memory.
         tokenizer: for a module: an object with `save_pretrained`, or a folder whose files are copied. A folder's own
             files (tokenizer, chat template, code) are copied always.
-        device: where `scheme` quantizes.
+        device: where `scheme` quantizes; None: on the CPU.
         example_inputs: for a program ("aoti", "executorch", "onnx"): the arguments of a call as a tuple, or its keyword
             arguments as a dict. torch.export traces the module with them, in eval mode. `out` is a file.
         dynamic_shapes: which sizes of them may change, as `torch.export.export` takes it. None: none may.
@@ -121,7 +121,7 @@ def export(
     check_flag("lossy", lossy)
     check_flag("overwrite", overwrite)
     check_scales(scales)
-    device_of("device", device)
+    device = device_of("device", device)
     traced = {"example_inputs": example_inputs, "dynamic_shapes": dynamic_shapes}
     of_source = {"scheme": scheme, "scales": scales, "tokenizer": tokenizer}
     if like is not None:
@@ -297,7 +297,7 @@ def _source_of(
     scheme: Scheme | Mapping[str, Scheme | None] | str | None,
     scales: str | None,
     tokenizer: Any,
-    device: str | torch.device,
+    device: torch.device,
 ) -> Source:
     if isinstance(model, nn.Module):
         if scheme is not None:

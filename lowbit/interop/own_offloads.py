@@ -13,8 +13,9 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import ModuleType
@@ -84,13 +85,23 @@ def _into_low_bits(plain: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _names_in(checkpoint: Path) -> Iterator[str]:
-    """The names of the codes in a checkpoint of safetensors, as accelerate takes it: a folder, a file or an index."""
-    is_index = checkpoint.suffix == ".json"
-    folder = checkpoint.parent if is_index else checkpoint
-    files = [checkpoint] if checkpoint.suffix == ".safetensors" else folder.glob("*.safetensors")
-    for file in files:
-        with suppress(ValueError, OSError):  # accelerate raises its own
-            yield from (name for name in TensorFile(file).entries if name.endswith(".codes"))
+    """The names of the codes in the files of safetensors that accelerate reads of a checkpoint."""
+    with suppress(ValueError, OSError):  # accelerate raises its own
+        for file in _files_of(checkpoint):
+            if file.suffix == ".safetensors":
+                yield from (name for name in TensorFile(file).entries if name.endswith(".codes"))
+
+
+def _files_of(checkpoint: Path) -> Iterable[Path]:
+    """The files of a checkpoint, a file, an index or a folder. Of a folder accelerate takes the first of these."""
+    if checkpoint.is_dir():
+        whole = [checkpoint / name for name in ("pytorch_model.bin", "model.safetensors")]
+        found = [file for file in whole if file.exists()] or [*checkpoint.glob("*.index.json")]
+        return _files_of(found[0]) if found else ()
+    if checkpoint.suffix != ".json":
+        return [checkpoint]
+    index = json.loads(checkpoint.read_text())
+    return {checkpoint.parent / name for name in index.get("weight_map", index).values()}
 
 
 def _is_low_bit(weight: Any) -> bool:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 
 def block_counts(shape: Sequence[int], block_size: Sequence[int]) -> list[int]:
-    """The number of blocks along each dimension. Raises ValueError unless blocks tile `shape`, and
-    TypeError for anything but a sequence."""
-    if not isinstance(block_size, (tuple, list)):
+    """The number of blocks along each dimension. Raises ValueError unless blocks tile `shape`, and TypeError for
+    anything but a sequence."""
+    if isinstance(block_size, str) or not isinstance(block_size, Sequence):
         raise TypeError(f"block_size must be a tuple or a list of ints, got {block_size!r}")
     if len(block_size) != len(shape):
         raise ValueError(

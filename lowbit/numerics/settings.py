@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -74,12 +74,12 @@ def check_numbers(
 
     Args:
         name: of the option, for messages.
-        values: the option, a tuple or list.
+        values: the option, a sequence such as a tuple, a list or the list of a config of omegaconf.
         count: how many numbers there must be, two or three.
         each: the check of one number.
         of: the range of the numbers, for messages: " in [0, 1)".
     """
-    if not isinstance(values, (tuple, list)) or len(values) != count:
+    if isinstance(values, str) or not isinstance(values, Sequence) or len(values) != count:
         words = {2: "two", 3: "three"}[count]
         raise ValueError(f"{name} must be {words} numbers{of}, got {values!r}")
     return tuple(each(f"{name}[{i}]", value) for i, value in enumerate(values))
@@ -102,8 +102,10 @@ def check_choice(name: str, value: Any, *, accepted: Sequence[Any]) -> Any:
 
 
 def device_of(name: str, value: Any) -> torch.device:
-    """The device that `value` names. Raises TypeError for a value that names none, and torch's RuntimeError for a name
-    that torch does not know."""
-    if isinstance(value, bool) or not isinstance(value, torch.device | str | int):
+    """The device that `value` names; None is the CPU. Raises TypeError for a value that names none, and torch's
+    RuntimeError for a name that torch does not know."""
+    if value is None:
+        return torch.device("cpu")
+    if isinstance(value, bool) or not isinstance(value, torch.device | str | Integral):
         raise TypeError(f"{name} must be a torch.device, or its name such as 'cuda', got {value!r}")
     return torch.device(value)

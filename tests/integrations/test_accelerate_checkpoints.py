@@ -104,9 +104,15 @@ def test_a_plain_model_takes_no_low_bit_file(load, how, tmp_path):
     with pytest.raises(ValueError, match=r"such as 0\.weight.*lowbit\.load.*dispatch_model"):
         call(plain, str(given), device_map={"": "cpu"})
     assert torch.equal(plain[0].weight, before)
+    if how == "folder":  # of which accelerate reads one checkpoint alone
+        torch.save(plain.state_dict(), tmp_path / "pytorch_model.bin")
+        call(plain, str(given), device_map={"": "cpu"})
     plain.load_state_dict(lowbit.load(file), assign=True)
     assert same_bits(plain(values((3, 64), 1)), model(values((3, 64), 1)))
     lowbit.save(torch.nn.Sequential(torch.nn.Linear(64, 64)), file)
-    other = torch.nn.Sequential(torch.nn.Linear(64, 64))
-    accelerate.load_checkpoint_in_model(other, str(file))
-    assert torch.equal(other[0].weight, lowbit.load(file)["0.weight"])
+    lowbit.save(model, tmp_path / "other.safetensors")  # not of the checkpoint
+    index.write_text(json.dumps({"0.weight": file.name, "0.bias": file.name}))
+    for one in (file, index):
+        other = torch.nn.Sequential(torch.nn.Linear(64, 64))
+        accelerate.load_checkpoint_in_model(other, str(one))
+        assert torch.equal(other[0].weight, lowbit.load(file)["0.weight"])

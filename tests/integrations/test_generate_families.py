@@ -147,9 +147,8 @@ def test_the_tokens_of_transformers_greedy_loop(family: str) -> None:
         layers = 2
         if family in ("smollm3", "granite", "gemma4"):
             assert folded["rotated attention"] == layers
-        if (
-            family == "gemma4"
-        ):  # its norms take the power -1/2; a key without weight has one besides
+        if family == "gemma4":
+            # its norms take the power -1/2; a key without weight has one besides
             assert folded["rms_norm"] == layers * 8
 
 
@@ -268,6 +267,21 @@ def test_token_types_of_text_change_nothing(name: str, kind: str) -> None:
     types[0, 2] = 1
     with pytest.raises(ValueError, match=f"does not take {kind}"):
         hf.generate(model, **given, **{kind: types})
+
+
+def test_token_types_that_a_model_embeds_are_refused() -> None:
+    """GPT-2 adds an embedding of each type, also of 0."""
+    sizes = {"vocab_size": 128, "n_positions": 64, "n_embd": 64, "n_layer": 2, "n_head": 2}
+    model, given = (
+        drawn(transformers.GPT2LMHeadModel, transformers.GPT2Config(**sizes)),
+        settings(1),
+    )
+    types = {"token_type_ids": torch.zeros_like(given["input_ids"])}
+    expected = model.generate(**given)
+    assert torch.equal(hf.generate(model, **given), expected)
+    assert not torch.equal(model.generate(**given, **types), expected)
+    with pytest.raises(ValueError, match="does not take token_type_ids"):
+        hf.generate(model, **given, **types)
 
 
 def test_an_image_is_refused() -> None:

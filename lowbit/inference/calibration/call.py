@@ -339,12 +339,11 @@ def _checked_out(
 
 def _modules(blocks: Any) -> list[nn.Module]:
     """`blocks` as a list. Raises TypeError for anything but modules."""
-    given = list(blocks) if isinstance(blocks, Iterable) else [blocks]
-    for block in given:
-        if not isinstance(block, nn.Module) or isinstance(blocks, str):
-            raise TypeError(
-                f"blocks must be a list of modules of the model, such as model.layers, got {blocks!r:.200}"
-            )
+    given = list(blocks) if isinstance(blocks, Iterable) else [None]
+    if not all(isinstance(block, nn.Module) for block in given):
+        raise TypeError(
+            f"blocks must be a list of modules of the model, such as model.layers, got {blocks!r:.200}"
+        )
     return given
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any
 
 import torch
@@ -49,7 +50,7 @@ def evaluate(
     by_layer: bool = False,
     tasks: Sequence[Any] = (),
     tokenizer: Any = None,
-    limit: int | None = None,
+    limit: float | None = None,
 ) -> EvaluationReport:
     """Measure low-bit language models beside the original on the same tokens.
 
@@ -69,7 +70,7 @@ def evaluate(
         tasks: of lm-eval, as its `simple_evaluate` takes them, e.g. ["arc_easy", "hellaswag"]. They need the package
             lm-eval and models of transformers.
         tokenizer: for the tasks.
-        limit: examples of each task; None for all.
+        limit: examples of each task, or a share of them between 0 and 1; None for all.
 
     Returns:
         A report to `print`, `write` as JSON and `draw`.
@@ -83,7 +84,7 @@ def evaluate(
     given = {"model": model} if isinstance(model, nn.Module) else model
     seen = None if batches is None else as_list(batches)
     check_flag("by_layer", by_layer)
-    if limit is not None:
+    if limit is not None and not (isinstance(limit, Real) and 0 < limit < 1):
         check_whole("limit", limit)
     _check(given, original, seen, by_layer, tasks, tokenizer)
     run = partial(_results_of_tasks, tasks=tasks, tokenizer=tokenizer, limit=limit)
@@ -109,7 +110,7 @@ def _check(
     tokenizer: Any,
 ) -> None:
     """Raise the errors of arguments, before the first pass."""
-    if not isinstance(tasks, list | tuple):
+    if isinstance(tasks, str) or not isinstance(tasks, Sequence):
         raise TypeError(f"tasks must be a list of names, such as ['arc_easy'], got {tasks!r}")
     if isinstance(given, list | tuple):
         raise TypeError(
@@ -301,7 +302,7 @@ def _device_of(module: Any) -> torch.device | None:
 
 
 def _results_of_tasks(
-    model: nn.Module, tasks: Sequence[Any], tokenizer: Any, limit: int | None
+    model: nn.Module, tasks: Sequence[Any], tokenizer: Any, limit: float | None
 ) -> dict[str, dict[str, float]]:
     """Task of lm-eval → metric → value, by its `simple_evaluate`. Empty without tasks."""
     if not tasks:

@@ -205,9 +205,8 @@ def _is_causal(mask_function: Callable[..., Any], window: int, device: Any) -> b
     with _disable_current_modes():  # the host reads the result
         try:
             return _agrees(mask_function, window, device)
-        except (
-            IndexError
-        ):  # it looks up each position of the prompt, such as the image that it belongs to
+        except IndexError:
+            # it looks up each position of the prompt, such as the image that it belongs to
             return False
 
 

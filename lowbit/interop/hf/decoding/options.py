@@ -58,7 +58,7 @@ def read(model: Any, call: PreparedCall) -> Options:
     _check_config(config)
     _check_model(model)
     for name, value in call.model_kwargs.items():
-        if name not in OWN and not _says_nothing(name, value):
+        if name not in OWN and not _says_nothing(model, name, value):
             # transformers encodes images and sounds before it calls a loop
             kind = "images, videos and sounds" if name == "mm_encoder_outputs" else name
             raise refused(kind, "it takes input_ids and attention_mask")
@@ -79,9 +79,11 @@ def read(model: Any, call: PreparedCall) -> Options:
     )
 
 
-def _says_nothing(name: str, value: Any) -> bool:
-    """True for an argument that changes nothing, such as no images, and token types of prompts that are text alone."""
-    if name in TOKEN_TYPES and value is not None:
+def _says_nothing(model: Any, name: str, value: Any) -> bool:
+    """True for an argument that changes nothing, such as no images, and token types of prompts that are text alone. A
+    model without images, such as GPT-2, may add an embedding of type 0 to each token."""
+    sees = model.config.get_text_config(decoder=True) is not model.config
+    if sees and name in TOKEN_TYPES and value is not None:
         return not bool(value.any())
     return value is None or value is False or value == {}
 
@@ -198,9 +200,8 @@ def _starts(model_kwargs: dict[str, Any], batch: int, length: int) -> list[int]:
     if positions is not None:
         own = (torch.arange(length) - starts[:, None]).clamp(min=0)
         given = positions.cpu()
-        axes = (
-            given if given.ndim == 3 else given[None]
-        )  # images have positions along several axes, text the same
+        # images have positions along several axes, text the same along each
+        axes = given if given.ndim == 3 else given[None]
         if axes.shape[2:] != own.shape[1:] or axes.shape[1] not in (1, batch):
             raise refused(
                 f"position_ids of shape {tuple(given.shape)}", f"it takes {(batch, length)}"
