@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # onnxconverter-common 1.16.0: float16.convert_float_to_float16(model), the tool that makes a float16 model of an ONNX
 # one, stores weights of 20,000 and 60,000 as 10,000, which float16 could hold as they are (it ends at 65,504), and
-# weights below 1e-7 as 1e-7: 1e-12 becomes 100,000 times as large. Zero stays. A warning names one number of each sort
-# and range for a whole model.
+# weights below 1e-7 as 1e-7: 1e-12 becomes 100,000 times as large. Zero stays. Of each tensor
+# a warning names the largest and the smallest of these numbers alone, and not how many there are.
 #
 # One would guess the nearest float16, or infinity, where a number is too large, and zero or a subnormal number where it
 # is too small. The defaults are max_finite_val=1e4 and min_positive_val=1e-7, float16's own are 65504 and 6e-8. An

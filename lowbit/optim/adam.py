@@ -51,15 +51,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.numerics.settings import check_flag, check_nonnegative
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import (
-    LEAST_RATE,
-    Check,
-    CommonOptions,
-    check_betas,
-    check_flag,
-    check_nonnegative,
-)
+from lowbit.optim.options import LEAST_RATE, Check, CommonOptions, check_betas
 
 
 def reference(

@@ -44,9 +44,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.numerics.settings import check_flag, check_nonnegative
 from lowbit.optim.adam import compensate, largest_ratio
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
+from lowbit.optim.options import Check, CommonOptions, check_betas
 
 
 def reference(

@@ -48,6 +48,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.numerics.settings import check_nonnegative, check_number
 from lowbit.optim.options import (
     COMMON_DEFAULTS,
     KEPT_ON_LOADING,
@@ -57,8 +58,6 @@ from lowbit.optim.options import (
     CommonOptions,
     check_common,
     check_definition,
-    check_nonnegative,
-    check_number,
     check_options,
     check_param,
     check_shared,

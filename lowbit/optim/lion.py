@@ -36,8 +36,9 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.numerics.settings import check_flag, check_nonnegative
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import Check, CommonOptions, check_betas, check_flag, check_nonnegative
+from lowbit.optim.options import Check, CommonOptions, check_betas
 
 
 def reference(

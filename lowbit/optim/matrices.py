@@ -11,8 +11,9 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
+from lowbit.numerics.settings import check_nonnegative
 from lowbit.optim.adam import AdamBase
-from lowbit.optim.options import Check, check_nonnegative, check_optional_flag
+from lowbit.optim.options import Check, check_optional_flag
 from lowbit.optim.step.eager import EagerStep
 from lowbit.optim.step.job import GradScale, Job, StepOfJobs
 

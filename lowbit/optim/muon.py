@@ -37,17 +37,16 @@ from typing import Any, ClassVar, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.numerics.settings import check_whole
-from lowbit.optim.matrices import MatrixBase
-from lowbit.optim.options import (
-    Check,
-    CommonOptions,
+from lowbit.numerics.settings import (
     check_below_one,
     check_choice,
     check_finite,
     check_flag,
     check_numbers,
+    check_whole,
 )
+from lowbit.optim.matrices import MatrixBase
+from lowbit.optim.options import Check, CommonOptions
 from lowbit.optim.step.muon_formula import (
     descend,
     direction,

@@ -13,13 +13,13 @@ from typing import Any, TypedDict
 from torch import Tensor
 
 from lowbit.numerics.code_range import FLOATS
-from lowbit.numerics.settings import check_below_one as check_below_one
-from lowbit.numerics.settings import check_choice as check_choice
-from lowbit.numerics.settings import check_finite as check_finite
-from lowbit.numerics.settings import check_flag as check_flag
-from lowbit.numerics.settings import check_nonnegative as check_nonnegative
-from lowbit.numerics.settings import check_number as check_number
-from lowbit.numerics.settings import check_numbers as check_numbers
+from lowbit.numerics.settings import (
+    check_below_one,
+    check_choice,
+    check_flag,
+    check_nonnegative,
+    check_numbers,
+)
 from lowbit.optim.state import state as states
 
 Check = Callable[[str, Any], Any]

@@ -31,9 +31,10 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
+from lowbit.numerics.settings import check_finite, check_flag, check_nonnegative
 from lowbit.optim.adam import per_rate
 from lowbit.optim.base import LowbitOptimizer
-from lowbit.optim.options import Check, CommonOptions, check_finite, check_flag, check_nonnegative
+from lowbit.optim.options import Check, CommonOptions
 
 
 def reference(

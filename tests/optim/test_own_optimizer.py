@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import nn
 
+from lowbit.numerics.settings import check_below_one, check_flag, check_nonnegative
 from lowbit.optim import CPUOffloadOptimizer, LowbitOptimizer, dequantize_state_dict
-from lowbit.optim.options import check_below_one, check_flag, check_nonnegative
 from lowbit.tensor import CodebookTensor
 from tests.optim.conftest import needs_compiler
 from tests.optim.counted import LAUNCHES, count

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from lowbit.numerics.long_norm import long_norm
+from lowbit.numerics.settings import check_flag
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.offload.transfers import Slot, Transfers, transfers_for
-from lowbit.optim.options import check_flag
 from lowbit.optim.state.checkpoint import checked_states
 from lowbit.optim.step.job import norm_over_ranks, sharding
 from lowbit.tensor.core.base import LowbitTensor
