@@ -285,6 +285,29 @@ def test_devices(device: Any, tmp_path) -> None:
         lb.load(tmp_path / "model.safetensors", device="nodevice")
 
 
+def test_options_of_numpy_and_none() -> None:
+    given = {"student_logits": X[:2], "teacher_logits": X[2:], "labels": torch.tensor([1, -7])}
+    losses = [
+        qat.distillation_loss(**given, kl_weight=0.5, ignore_index=i) for i in (-7, np.int64(-7))
+    ]
+    assert torch.equal(*losses)
+    assert inference.GPTQ(damping=np.float32(0.5)) == inference.GPTQ(damping=0.5)
+    ids = torch.randint(32, (2, 4))
+    assert lb.evaluate(nn.Embedding(32, 32), batches=[ids], tasks=None).models[0].tasks == {}
+
+
+def test_pairs_of_autoquant() -> None:
+    own = {"model": plain(), "batches": [X], "schemes": [INT4], "bits": 32}
+    assert lb.autoquant(**own, timed=iter([(X, 0), (X[:1], np.int64(2))])).milliseconds is not None
+    for wrong in ({1: 2}, X, (X, 1), "x", [X]):
+        with pytest.raises(TypeError, match="timed must be a list of pairs"):
+            lb.autoquant(**own, timed=wrong)
+    with pytest.raises(
+        ValueError, match="a count of timed must be a finite number of at least 0, got -1"
+    ):
+        lb.autoquant(**own, timed=[(X, -1)])
+
+
 def test_blocks_are_a_list() -> None:
     model = plain()
     with pytest.raises(TypeError, match="blocks must be a list of modules"):

@@ -16,6 +16,7 @@ are, and two numbers a token.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -89,7 +90,7 @@ def check_loss(temperature: float, kl_weight: float, ignore_index: int) -> None:
     check_positive("temperature", temperature)
     if check_nonnegative("kl_weight", kl_weight) > 1:
         raise ValueError(f"kl_weight must be from 0 to 1, got {kl_weight!r}")
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+    if not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
 
 

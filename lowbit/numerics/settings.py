@@ -108,4 +108,4 @@ def device_of(name: str, value: Any) -> torch.device:
         return torch.device("cpu")
     if isinstance(value, bool) or not isinstance(value, torch.device | str | Integral):
         raise TypeError(f"{name} must be a torch.device, or its name such as 'cuda', got {value!r}")
-    return torch.device(value)
+    return torch.device(int(value) if isinstance(value, Integral) else value)

@@ -339,8 +339,8 @@ def _checked_out(
 
 def _modules(blocks: Any) -> list[nn.Module]:
     """`blocks` as a list. Raises TypeError for anything but modules."""
-    given = list(blocks) if isinstance(blocks, Iterable) else [None]
-    if not all(isinstance(block, nn.Module) for block in given):
+    given = list(blocks) if isinstance(blocks, Iterable) else []
+    if not isinstance(blocks, Iterable) or not all(isinstance(block, nn.Module) for block in given):
         raise TypeError(
             f"blocks must be a list of modules of the model, such as model.layers, got {blocks!r:.200}"
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
@@ -283,6 +284,6 @@ class Step:
 
 def check_share(name: str, value: float, most: float = math.inf) -> None:
     """Raise ValueError unless 0 <= value <= most."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, Real) and not isinstance(value, bool)
     if not is_number or not 0 <= value <= most or not math.isfinite(value):
         raise ValueError(f"{name} must be finite and from 0 to {most:g}, got {value!r}")

@@ -48,7 +48,7 @@ def evaluate(
     batches: Iterable[Any] | None = None,
     *,
     by_layer: bool = False,
-    tasks: Sequence[Any] = (),
+    tasks: Sequence[Any] | None = (),
     tokenizer: Any = None,
     limit: float | None = None,
 ) -> EvaluationReport:
@@ -68,7 +68,7 @@ def evaluate(
         by_layer: measure the original with each layer in low bits alone, a forward pass of all batches a layer. Here
             padding counts.
         tasks: of lm-eval, as its `simple_evaluate` takes them, e.g. ["arc_easy", "hellaswag"]. They need the package
-            lm-eval and models of transformers.
+            lm-eval and models of transformers. None: no tasks.
         tokenizer: for the tasks.
         limit: examples of each task, or a share of them between 0 and 1; None for all.
 
@@ -83,6 +83,7 @@ def evaluate(
     """
     given = {"model": model} if isinstance(model, nn.Module) else model
     seen = None if batches is None else as_list(batches)
+    tasks = () if tasks is None else tasks
     check_flag("by_layer", by_layer)
     if limit is not None and not (isinstance(limit, Real) and 0 < limit < 1):
         check_whole("limit", limit)

@@ -22,7 +22,7 @@ from lowbit.inference.planning.clock import Clock, in_turns
 from lowbit.inference.planning.fisher import estimated
 from lowbit.inference.planning.units import Option, Unit, units_of, whole
 from lowbit.numerics.search import Scales, check_scales
-from lowbit.numerics.settings import check_flag, check_positive
+from lowbit.numerics.settings import check_flag, check_nonnegative
 from lowbit.progress import progress
 from lowbit.schemes.presets import Int4WeightOnly, Int8WeightOnly, IntxWeightOnly
 from lowbit.tracing.batches import on_device_of
@@ -153,14 +153,14 @@ def autoquant(
 
 def _pairs(timed: Any) -> list[tuple[Any, float]]:
     """`timed` as a list of pairs. Raises TypeError for anything else."""
-    pairs = as_list(timed, "timed")
+    pairs = list(timed) if isinstance(timed, Iterable) else [timed]
     for pair in pairs:
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             raise TypeError(
                 "timed must be a list of pairs of a batch and how often it counts, such as [(ids, 1)], got "
                 f"{type(pair).__name__}"
             )
-        check_positive("a count of timed", pair[1])
+        check_nonnegative("a count of timed", pair[1])
     return pairs
 
 
