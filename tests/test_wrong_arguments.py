@@ -246,16 +246,3 @@ def test_files(tmp_path) -> None:
             call(path, verify="x")  # type: ignore[operator]
     with pytest.raises(TypeError, match=r"device must be a torch\.device, .* got <wrong>"):
         lb.load(path, device=WRONG)  # type: ignore[arg-type]
-
-
-def test_the_parts_of_transformers() -> None:
-    hf = pytest.importorskip("lowbit.hf", reason="needs transformers")
-    for name in [p.name for p in arguments(hf.LowbitConfig)]:
-        with pytest.raises(ACCEPTED_ERRORS, match=f"{name}|<wrong>|Wrong"):
-            hf.LowbitConfig(**({"scheme": "int4"} | {name: WRONG}))
-    for wrong in ("x", 1, None):
-        with pytest.raises(TypeError, match="experts must be True or False"):
-            hf.LowbitConfig("int4", experts=wrong)
-    for name in ("scheme", "filter_fn", "convert", "start", "freeze_observers"):
-        with pytest.raises(ACCEPTED_ERRORS, match=f"{name}|<wrong>"):
-            hf.QATCallback(**({"scheme": INT4} | {name: WRONG}))
