@@ -325,16 +325,3 @@ def test_limits_and_tasks_as_lm_eval_takes_them(limit: Any, monkeypatch) -> None
     monkeypatch.setitem(sys.modules, "lm_eval.models.huggingface", wrapped)
     lb.evaluate(plain(), tasks=Listed(["arc_easy"]), tokenizer=WRONG, limit=limit)
     assert [(g["tasks"], g["limit"]) for g in seen] == [(["arc_easy"], limit)]
-
-
-def test_the_parts_of_transformers() -> None:
-    hf = pytest.importorskip("lowbit.hf", reason="needs transformers")
-    for name in [p.name for p in arguments(hf.LowbitConfig)]:
-        with pytest.raises(ACCEPTED_ERRORS, match=f"{name}|<wrong>|Wrong"):
-            hf.LowbitConfig(**({"scheme": "int4"} | {name: WRONG}))
-    for wrong in ("x", 1, None):
-        with pytest.raises(TypeError, match="experts must be True or False"):
-            hf.LowbitConfig("int4", experts=wrong)
-    for name in ("scheme", "filter_fn", "convert", "start", "freeze_observers"):
-        with pytest.raises(ACCEPTED_ERRORS, match=f"{name}|<wrong>"):
-            hf.QATCallback(**({"scheme": INT4} | {name: WRONG}))
