@@ -109,8 +109,8 @@ def _check_dense(name: str, value: Tensor) -> None:
     if value.layout is not torch.strided or value.is_quantized or value.is_meta:
         raise CheckpointError(
             f"{name} is a {value.layout} tensor of {value.dtype} on {value.device}; only dense tensors with data can "
-            "be saved: convert it with .to_dense() or .dequantize(); load values that are on meta. For a model that "
-            "accelerate offloads, accelerate.hooks.remove_hook_from_module(model, recurse=True) does"
+            "be saved: convert it with .to_dense() or .dequantize(), or load the values of a tensor on meta; "
+            "accelerate.hooks.remove_hook_from_module(model, recurse=True) loads those that accelerate offloads"
         )
 
 

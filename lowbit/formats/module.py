@@ -164,8 +164,8 @@ def check_stored(name: str, value: Any) -> None:
         )
     if value.is_meta:
         raise FormatError(
-            f"{name} is on the meta device and has no values: load them first. For a model that accelerate offloads, "
-            "accelerate.hooks.remove_hook_from_module(model, recurse=True) does"
+            f"{name} is on the meta device and has no values: load them first; accelerate.hooks."
+            "remove_hook_from_module(model, recurse=True) loads those that accelerate offloads"
         )
 
 
