@@ -258,6 +258,8 @@ WARM_UP = 3
 def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """`run` as the replay of a CUDA graph, after `WARM_UP` calls of it; on a CPU `run` itself, after as many calls.
 
+    `run` must not write a weight of its products: see `constant_weights.captured`.
+
     torch.compile's own CUDA graphs (mode="reduce-overhead") leave out functions that write to a cache in place.
     """
     if device.type != "cuda":
