@@ -34,7 +34,7 @@ def promised(make: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[i
     for _, launch in constant_weights._launches(driver.CUgraph(graph.raw_cuda_graph())):
         if int(launch.func) in weight_mm_decode_sm90.EARLY:
             array = ctypes.c_void_p * weight_mm_decode_sm90.ARGUMENTS
-            pointers = array.from_address(int(launch.kernelParams))
+            pointers: Any = array.from_address(int(launch.kernelParams))
             words.append(ctypes.c_int.from_address(pointers[-1]).value)
     return graph, found, words
 
