@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowbit import LowbitTensor
 from lowbit.convert.side_by_side import joint_weight
 from lowbit.inference import linear
 from lowbit_kernels.composed.gated_linear import gated_linear
@@ -151,9 +152,13 @@ def block_step(
 def embed(model: Llama, tokens_BT: Tensor, position_T: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The input of the first block, [B, T, D], and the cosines and sines of the positions' rotary angles: [T, P], or
     for one position [1, 1, 2 P], as `decode_attention` takes them."""
-    if position_T.shape[0] == 1:
+    if position_T.shape[0] > 1:
+        return model.embedding(tokens_BT), model.cos[position_T], model.sin[position_T]
+    if not isinstance(model.embedding.weight, LowbitTensor):
         return token_input(tokens_BT, position_T, model.embedding.weight, model.cos, model.sin)
-    return model.embedding(tokens_BT), model.cos[position_T], model.sin[position_T]
+    x_BTD = model.embedding(tokens_BT)
+    cos, sin = (t[position_T].repeat(1, 2).to(x_BTD.dtype)[None] for t in (model.cos, model.sin))
+    return x_BTD, cos, sin
 
 
 def choose(model: Llama, x_BTD: Tensor, token_B1: Tensor, position: Tensor) -> None:
@@ -252,6 +257,8 @@ WARM_UP = 3
 
 def captured(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """`run` as the replay of a CUDA graph, after `WARM_UP` calls of it; on a CPU `run` itself, after as many calls.
+
+    `run` must not write a weight of its products: see `constant_weights.captured`.
 
     torch.compile's own CUDA graphs (mode="reduce-overhead") leave out functions that write to a cache in place.
     """

@@ -193,6 +193,7 @@ def launches() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from _cases()
     yield from _descents()
     yield "fake_quantize-turned", _turned_rounding
+    yield "next_token", _next_token
 
 
 def _products() -> Iterator[tuple[str, Callable[[], Any]]]:
@@ -312,6 +313,13 @@ def _cases() -> Iterator[tuple[str, Callable[[], Any]]]:
             step = -(-len(cases) // CASES_OF_AN_OP)
             for case in cases[::step]:
                 yield f"{op}-{case.name}", functools.partial(_launch_case, module, op, case)
+
+
+def _next_token() -> Any:
+    from lowbit_kernels.decoding.argmax_rows import _launch_next
+
+    token, position = (on_gpu(*shape, dtype=torch.int64) for shape in ((2, 1), (1,)))
+    return _launch_next(on_gpu(2, 128_256), token, position)
 
 
 def _turned_rounding() -> Any:

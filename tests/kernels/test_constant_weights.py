@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,6 @@ from lowbit_kernels.runtime import nvrtc
 from lowbit_kernels.weight_only import constant_weights, weight_mm_decode_sm90
 from tests.kernels.test_weight_mm_decode_sm90_gpu import WRITER, exact, operands, operands_of, run
 
-pytestmark = pytest.mark.gpu
 SHAPE = 1, 6144, 4096  # whose first part is copied early
 
 
@@ -33,8 +33,9 @@ def promised(make: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any, list[i
     words = []
     for _, launch in constant_weights._launches(driver.CUgraph(graph.raw_cuda_graph())):
         if int(launch.func) in weight_mm_decode_sm90.EARLY:
-            pointers = (ctypes.c_void_p * 24).from_address(int(launch.kernelParams))
-            words.append(ctypes.c_int.from_address(pointers[23]).value)
+            array = ctypes.c_void_p * weight_mm_decode_sm90.ARGUMENTS
+            pointers: Any = array.from_address(int(launch.kernelParams))
+            words.append(ctypes.c_int.from_address(pointers[-1]).value)
     return graph, found, words
 
 
@@ -51,6 +52,31 @@ def close(out: Tensor, case: dict) -> bool:
     return bool((out.double() - expected).norm() <= 2e-3 * expected.norm())
 
 
+class Graph:
+    """A graph that holds no launch."""
+
+    def __init__(self, keep_graph: bool) -> None:
+        self.is_instantiated = False
+
+    def instantiate(self) -> None:
+        self.is_instantiated = True
+
+
+@pytest.mark.parametrize(("early", "backend"), [(set(), "native"), ({1}, "cudaMallocAsync")])
+def test_launches_wait_where_no_kernel_copies_early_or_memory_is_unknown(
+    early: set[int], backend: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No snapshot is taken: cudaMallocAsync has none."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", contextlib.nullcontext)
+    monkeypatch.setattr(torch.cuda, "get_allocator_backend", lambda: backend)
+    monkeypatch.setattr(weight_mm_decode_sm90, "EARLY", early)
+    graph: Any
+    graph, found = constant_weights.captured(lambda: 5)
+    assert graph.is_instantiated and found == 5
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("name", ["codes", "scale"])
 def test_weights_may_be_written_between_replays(name: str) -> None:
     """Also by a launch that lets the next one start before it writes: a graph begins when all before it is done."""
@@ -68,6 +94,7 @@ def test_weights_may_be_written_between_replays(name: str) -> None:
         assert torch.equal(case[name], right) and close(out, case)
 
 
+@pytest.mark.gpu
 def test_x_of_the_launch_before_is_complete() -> None:
     """Constant weights are read early, x is not."""
     case = warmed()
@@ -86,6 +113,7 @@ def test_x_of_the_launch_before_is_complete() -> None:
         assert close(out, {**case, "x": right})
 
 
+@pytest.mark.gpu
 def test_a_weight_that_the_graph_makes_is_waited_for() -> None:
     case = warmed()
 
@@ -102,6 +130,7 @@ def test_a_weight_that_the_graph_makes_is_waited_for() -> None:
         assert close(out, case)
 
 
+@pytest.mark.gpu
 def test_a_plain_graph_promises_nothing() -> None:
     """A launch may write a weight that the next one reads."""
     case = warmed()

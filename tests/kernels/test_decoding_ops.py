@@ -190,6 +190,15 @@ def test_the_ops_are_sound(op: str, module: Any) -> None:
         torch.library.opcheck(getattr(ops, op).default, case.arguments())
 
 
+def test_the_next_token_is_sound() -> None:
+    token, position = torch.zeros(3, 1, dtype=torch.int64), torch.tensor([4])
+    torch.library.opcheck(ops.next_token.default, (torch.randn(3, 9), token, position))
+    with pytest.raises(ValueError, match="token must be contiguous"):
+        ops.next_token(torch.randn(3, 9), torch.zeros(3, 2, dtype=torch.int64)[:, :1], position)
+    ops.next_token(torch.randn(0, 9), token[:0], position)
+    assert int(position) == 5, "without rows too"
+
+
 INTERPRETED = """
 import torch
 from tests.kernels.test_decoding_ops import EVERY, check_start
@@ -260,5 +269,12 @@ def test_wrong_arguments() -> None:
         gated_activation(torch.randn(4, 3), torch.randn(4, 3), torch.randn(1, 8))
     with pytest.raises(ValueError, match="rows must have a score, got 0"):
         argmax_rows(torch.randn(3, 0))
+    token, position = torch.zeros(2, 1, dtype=torch.int64), torch.tensor([0])
+    for rows, positions in ((0, 3), (3, 0)):
+        tables = torch.randn(rows, 8), *torch.randn(2, positions, 4)
+        with pytest.raises(
+            ValueError, match=f"must have a row, got {rows} embeddings and {positions}"
+        ):
+            ops.token_input(token, position, *tables)
     with pytest.raises(ValueError, match="rms_norm takes weight"):
         rms_norm(torch.randn(3, 4), torch.randn(3), eps=1e-5)

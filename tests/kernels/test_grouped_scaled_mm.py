@@ -191,9 +191,8 @@ def test_cuda(case: Case, across: int, monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = case.arguments("cuda")
     sums = 0.0 if case in INT8 else 2.0**-9
     assert_close(OP(*arguments), case, arguments, sums)
-    if not is_empty(case) and nvrtc.runs_on_hopper(
-        arguments[0].device
-    ):  # the launcher knows one plan
+    # The launcher may have learnt the plan of the other `across`.
+    if not is_empty(case) and nvrtc.runs_on_hopper(arguments[0].device):
         assert_close(grouped_mm_sm90.grouped_mm(*arguments), case, arguments, sums)
 
 

@@ -184,6 +184,20 @@ def test_a_step_calls_a_kernel_a_linear(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("backend", [None, "aot_eager"])
+def test_a_low_bit_embedding_decodes_what_its_model_does(plain: Llama, backend: str | None) -> None:
+    """A bare scheme takes an embedding along with the head that is tied to it."""
+    tied = Llama(dataclasses.replace(CONFIG.model, tied=True)).eval()
+    tied.load_state_dict({**plain.state_dict(), "head.weight": plain.embedding.weight})
+    fold_norms_(tied)
+    lb.quantize_(tied, lb.Int8WeightOnly())
+    assert isinstance(tied.embedding.weight, lb.LowbitTensor)
+    found = Decoder(tied, 2, 20, backend).generate(prompt(), 9)
+    assert torch.equal(found, tied.generate(prompt(), 9, temperature=0))
+    assert len(set(found[0].tolist())) > 5
+
+
+@torch.no_grad()
 def test_captured_steps_go_on_from_each_other(plain: Llama) -> None:
     decoder = Decoder(folded(plain), 2, 20)
     expected = decoder.generate(prompt(), 6)

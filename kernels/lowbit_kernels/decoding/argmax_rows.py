@@ -5,7 +5,7 @@
     scores  float [R, V], V at least 1
     token   int64 [R]; a NaN counts as the largest score, so that a choice among NaNs shows
 
-`next_token` also writes the tokens where the next step reads them, and moves its position on.
+`next_token` also writes the tokens where the next step of decoding reads them, and increments its position.
 
 torch.argmax gives a row to few programs. Here one launch searches chunks of all rows and another one the chunks.
 """
@@ -49,7 +49,8 @@ reference = argmax_rows.reference
     },
 )
 def next_token(scores: Tensor, token: Tensor, position: Tensor) -> Tensor:
-    """`argmax_rows`, which it also writes to `token`; `position` grows by 1."""
+    """The index of the first largest score of each row, int64 [R], which it also writes to `token` [R, 1]; `position`
+    [1] grows by 1."""
     chosen = argmax_rows.reference(scores)
     token.copy_(chosen[:, None])
     position.add_(1)

@@ -1,9 +1,10 @@
 """Programmatic dependent launch (PDL): a launch starts while the previous one still runs, and waits before it reads.
 
 A kernel lets the next launch start as soon as it starts itself, and waits for the results of the previous kernel
-before it reads them. Before its wait it may only read what is older than the previous launch but one: those two may
-still run. A kernel of torch in between, which knows no PDL, waits for all before it and starts nothing early. The
-decode kernel of `weight_linear` lets the next launch start only after its own wait.
+before it reads them. Then that one is complete, and so are all before it, since each of them has waited too. Before its
+wait a kernel may only read what no launch writes that may still run. In a series of such kernels these are all of the
+series. The products of `weight_linear`, of int8 and of float8 end it: they let the next launch start only after their
+own wait. A kernel of torch, which knows no PDL, waits for all before it and starts nothing early.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@ c = (table_c[position], table_c[position])        c one of cos and sin
 
 token         int64 [B, 1], 0 to V - 1; others make their x NaN
 position      int64 [1], 0 to S - 1; others make the angles NaN
-embedding     float [V, D]
-cos, sin      float [S, P]: a cosine or sine for each pair of a head's elements
+embedding     float [V, D], V at least 1
+cos, sin      float [S, P], S at least 1: a cosine or sine for each pair of a head's elements
 x             embedding's dtype [B, 1, D], contiguous
 angles        embedding's dtype [1, 1, 2 P] each, as `decode_attention` takes them
 """
@@ -33,6 +33,7 @@ ANGLES = "empty(embedding.dtype, 1, 1, 2 * P)"
     embedding="float [V, D]",
     cos="float [S, P]",
     sin="float [S, P]",
+    rules={"V > 0 and S > 0": "tables must have a row, got {V} embeddings and {S} positions"},
 )
 def token_input(
     token: Tensor, position: Tensor, embedding: Tensor, cos: Tensor, sin: Tensor

@@ -200,8 +200,8 @@ class W4A8Product:
     def __init__(self, operands: WeightOperands, division: W4A8Division | None = None) -> None:
         (n, row), m, k = operands.codes.shape, operands.m, operands.k
         multiprocessors = nvrtc.multiprocessors(operands.codes.device)
-        codes = "INT4_64" if operands.group == 64 else "INT4"
-        kind = "E2M1" if is_mxfp4(operands) else codes
+        is_short = operands.group == 64
+        kind = "E2M1" if is_mxfp4(operands) else "INT4_64" if is_short else "INT4"
         division = division or plan(m, n, k, kind, multiprocessors)
         tokens, beside, cluster = division.tokens, division.beside, division.cluster
         self.out = operands.out

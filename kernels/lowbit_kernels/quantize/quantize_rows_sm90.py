@@ -57,14 +57,16 @@ def takes(x: TensorLayout) -> bool:
 
 
 FEW_ROWS = 512
+"""Rows up to which a thread has one vector."""
 
 
 def plan(m: int, k: int) -> tuple[int, int]:
     """Vectors of a thread, and threads of a block.
 
     A thread has four vectors where these suffice. With fewer, the warps of a block wait longer for each other: with one
-    vector and many rows the kernel took up to 1.5 times as long on an H200. Up to `FEW_ROWS` a thread has one. Blocks
-    start early, where the launch before leaves room; of small ones, too many gather on these multiprocessors.
+    vector and many rows the kernel took up to 1.5 times as long on an H200. Up to `FEW_ROWS` a thread has one, which
+    makes blocks large: they start early, on the few multiprocessors where the launch before leaves room, and too many
+    small ones would gather there.
     """
     vectors, own = k // VECTOR, 1 if m <= FEW_ROWS else 4
     while vectors > own * MAX_THREADS:

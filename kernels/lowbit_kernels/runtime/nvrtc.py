@@ -254,5 +254,6 @@ def _compile(source: str, arch: str) -> bytes:
 
 
 def check(error: Any) -> None:
+    """Raise RuntimeError unless this result of the driver or of NVRTC is success, 0."""
     if int(error) != 0:
         raise RuntimeError(f"CUDA returned {error!r}")

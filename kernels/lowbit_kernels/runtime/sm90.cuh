@@ -114,8 +114,9 @@ DEVICE void send(uint32 address, uint32 rank, float4 x, uint32 barrier) {
 // Waits until all earlier launches on the stream are done and their writes visible, if the launch itself did not wait.
 DEVICE void wait_for_previous() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Lets the next launch, if it allows overlap, take multiprocessors as they become free. Call it only after
-// wait_for_previous: the next launch may read what the launch before this one wrote.
+// Lets the next launch, if it allows overlap, take multiprocessors as they become free. Call it after
+// wait_for_previous, since attention (decode_attention.py) reads before its own wait what is older than the launch that
+// made its query. quantize_rows_sm90.cu calls it before: it makes no query, and the product of its codes waits first.
 DEVICE void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 // ---- TMA -------------------------------------------------------------------------------------------------------------

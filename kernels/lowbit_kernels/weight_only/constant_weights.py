@@ -27,11 +27,15 @@ def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
 
     `run` must not write in place a weight of its products that is older than the call. Weights that it makes itself are
     recognised, and waited for. Between replays weights may be written on the stream of the replays, or in its order.
+    The graph holds the addresses of all tensors that `run` reads: keep them, and capture again after replacing one.
+
+    Raises RuntimeError for an error of the driver. With another allocator than torch's own, which does not tell what
+    the graph has made, all launches wait.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     with torch.cuda.graph(graph):
         found = run()
-    if weight_mm_decode_sm90.EARLY:
+    if weight_mm_decode_sm90.EARLY and torch.cuda.get_allocator_backend() == "native":
         segments = torch.cuda.memory_snapshot(graph.pool(), include_traces=False)
         made = [range(s["address"], s["address"] + s["total_size"]) for s in segments]
         _make_constant(graph.raw_cuda_graph(), made)
@@ -40,7 +44,7 @@ def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
 
 
 def _make_constant(graph: int, made: list[range]) -> None:
-    """Set the argument `constant` of all launches of the decode kernel that read it, but those whose weight lies in
+    """Set the argument `constant` of all launches of the decode kernel that read it, except those whose weight lies in
     memory that the graph has `made`."""
     from cuda.bindings import driver
 

@@ -168,8 +168,8 @@ DEVICE void fetch(const Problem &p, const TensorMap &codes, int rank) {
     }
 }
 
-// Loads the parts of the block's tiles from `part` of `tile` on; with EARLY at most `count`. The scales and zero points of a
-// tile begin at multiples of 16 bytes; those of a row need not.
+// Loads the parts of the block's tiles from `part` of `tile` on; with EARLY at most `count`, and -1 for all. The scales
+// and zero points of a tile begin at multiples of 16 bytes; those of a row need not.
 DEVICE void produce(const Problem &p, const TensorMap &codes, const TensorMap &scale_map, Shared &shared,
                     unsigned char *stages, int rank, Ring &ring, int &tile, int &part, int count) {
     Ring other(p.stages, TEAMS - 1);
