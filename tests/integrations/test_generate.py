@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import re
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -386,6 +387,25 @@ def test_prompts_that_it_does_not_take(prompt: Any) -> None:
         hf.generate(made(), prompt, max_new_tokens=2)
 
 
+@pytest.mark.parametrize("hook", [False, True], ids=["function", "hook"])
+def test_settings_of_other_kinds(hook: bool) -> None:
+    """By transformers' hook they arrive as they were given, and transformers checks none of them."""
+    model, inputs = made(), {**prompts(1), "max_new_tokens": 2, "do_sample": False}
+    call = functools.partial(hf.generate, model)
+    if hook:
+        call = functools.partial(model.generate, custom_generate=hf.generate)
+    for chunk in (0, -1, 2.5, "4", True):
+        message = rf"prefill_chunk_size must be a whole number of at least 1, got {chunk!r}"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call(**inputs, prefill_chunk_size=chunk)
+    with pytest.raises(TypeError, match=r"torch.Generator, got int"):
+        call(**inputs, generator=3)
+    with pytest.raises(
+        ValueError, match="kv_cache of int8, float8, int8_int4, or None, got 'int4'"
+    ):
+        call(**inputs, kv_cache="int4")
+
+
 @pytest.mark.parametrize("token", [-1, 10**6])
 @pytest.mark.parametrize("hook", [False, True], ids=["function", "hook"])
 def test_tokens_without_an_embedding(token: int, hook: bool) -> None:
@@ -409,8 +429,10 @@ def test_models_that_it_does_not_take() -> None:
     model.model.layers[1].train()
     with pytest.raises(ValueError, match="an attention layer in training mode"):
         hf.generate(model, **inputs)
-    with pytest.raises(TypeError, match=r"torch.Generator, got int"):
-        hf.generate(made(), **inputs, generator=3)
+    offloaded = fresh()
+    pytest.importorskip("accelerate").cpu_offload(offloaded, "cpu")
+    with pytest.raises(ValueError, match="weights are on meta, as accelerate leaves those"):
+        hf.generate(offloaded, **inputs)
     with pytest.raises(ValueError, match="custom_generate: it is one itself"):
         hf.generate(made(), **inputs, custom_generate=hf.generate)
     with pytest.raises(ValueError, match=r"a model in torch.float64"):
