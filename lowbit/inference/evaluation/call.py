@@ -84,7 +84,7 @@ def evaluate(
     seen = None if batches is None else as_list(batches)
     check_flag("by_layer", by_layer)
     if limit is not None:
-        check_whole("limit", limit)
+        limit = check_whole("limit", limit)
     _check(given, original, seen, by_layer, tasks, tokenizer)
     run = partial(_results_of_tasks, tasks=tasks, tokenizer=tokenizer, limit=limit)
     own = None if original is None else _evaluated("original", original, None, seen, run)
