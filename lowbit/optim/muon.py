@@ -43,6 +43,7 @@ from lowbit.optim.options import (
     Check,
     CommonOptions,
     check_below_one,
+    check_betas,
     check_choice,
     check_finite,
     check_flag,
@@ -199,6 +200,7 @@ class Muon(MatrixBase):
         row_beta2: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
+        check_betas(2)("adamw_betas", adamw_betas)  # the option of a group is named `betas`
         self._adamw = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
         self._adamw |= {"betas": adamw_betas, "eps": adamw_eps}
         options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}

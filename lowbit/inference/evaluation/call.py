@@ -118,7 +118,7 @@ def _check(
     if not isinstance(given, Mapping):
         check_module(given)
     if original is not None:
-        check_module(original)
+        check_module(original, "original")
     if not given:
         raise ValueError(
             "evaluate was given no model; accepted: one, or a mapping of names to models"
