@@ -15,12 +15,11 @@ class Owner(NamedTuple):
     fqn: str
 
 
-def check_module(model: Any) -> None:
-    """Raise TypeError unless `model` is a module."""
+def check_module(model: Any, name: str = "model") -> None:
+    """Raise TypeError unless `model`, an argument of this name, is a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"model must be an nn.Module, got {type(model).__name__}: it is changed in place, where its modules hold "
-            "the weights"
+            f"{name} must be an nn.Module, got {type(model).__name__}; its modules hold the weights"
         )
 
 

@@ -134,7 +134,7 @@ def export(
         folder = folder_like(like)
         own = ModelSource(model, target=folder.format)
         return export_like(own, Path(out), folder, lossy, overwrite)
-    target, out = target_of(format or default_format(model)), Path(out)
+    target, out = target_of(default_format(model) if format is None else format), Path(out)
     if isinstance(target, ProgramFormat):
         refuse_options(of_source, f"{target.name} holds a program of a module")
         return export_program(model, out, target, example_inputs, dynamic_shapes, lossy, overwrite)
@@ -253,7 +253,7 @@ def check_writing(
     """
     check_flag("lossy", lossy)
     check_flag("overwrite", overwrite)
-    target = target_of(format or default_format(source))
+    target = target_of(default_format(source) if format is None else format)
     if isinstance(target, ProgramFormat):
         raise FormatError(f"{target.name} holds a program of a module; write it by lowbit.export")
     size_in_bytes(max_shard_size)

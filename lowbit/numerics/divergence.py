@@ -16,7 +16,6 @@ are, and two numbers a token.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from numbers import Integral
 from typing import Any
 
 import torch
@@ -24,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lowbit.numerics.settings import check_nonnegative, check_number, check_positive
+from lowbit.numerics.settings import check_nonnegative, check_number, check_positive, is_whole
 from lowbit.numerics.sharded import is_dtensor
 
 CHUNK_ELEMENTS = 2**22
@@ -90,7 +89,7 @@ def check_loss(temperature: float, kl_weight: float, ignore_index: int) -> None:
     check_positive("temperature", temperature)
     if check_nonnegative("kl_weight", kl_weight) > 1:
         raise ValueError(f"kl_weight must be from 0 to 1, got {kl_weight!r}")
-    if not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool):
+    if not is_whole(ignore_index):
         raise TypeError(f"ignore_index must be an int, got {ignore_index!r}")
 
 

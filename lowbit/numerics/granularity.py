@@ -117,7 +117,7 @@ class PerGroup(Granularity):
     group_size: int
 
     def __post_init__(self) -> None:
-        check_whole("group_size", self.group_size)
+        object.__setattr__(self, "group_size", check_whole("group_size", self.group_size))
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         if len(shape) == 0:
@@ -147,9 +147,8 @@ class PerBlock(Granularity):
             raise ValueError(
                 "PerBlock needs the size of at least one dimension, e.g. PerBlock(128, 128)"
             )
-        for size in shape:
-            check_whole("a size of PerBlock", size)
-        object.__setattr__(self, "shape", shape)
+        sizes = tuple(check_whole("a size of PerBlock", size) for size in shape)
+        object.__setattr__(self, "shape", sizes)
 
     def block_size(self, shape: Sequence[int]) -> tuple[int, ...]:
         if len(shape) < len(self.shape):

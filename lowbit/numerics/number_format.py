@@ -8,7 +8,7 @@ import torch
 
 from lowbit.numerics.code_range import FLOAT8_DTYPES
 from lowbit.numerics.lookup_table import LookupTable
-from lowbit.numerics.settings import check_flag
+from lowbit.numerics.settings import check_flag, is_whole
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,9 @@ class Int:
     signed: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or not isinstance(self.bits, int) or not 1 <= self.bits <= 8:
+        if not is_whole(self.bits) or not 1 <= self.bits <= 8:
             raise ValueError(f"an integer format has 1 to 8 bits, got {self.bits!r}")
+        object.__setattr__(self, "bits", int(self.bits))
         check_flag("signed", self.signed)
 
     @property

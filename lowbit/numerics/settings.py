@@ -13,12 +13,17 @@ from torch import Tensor
 
 
 def check_whole(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """`value`, if it is a whole number from `least` to `most`. Raises ValueError with the `name` for anything else."""
-    is_whole = isinstance(value, int) and not isinstance(value, bool)
-    if not is_whole or value < least or (most is not None and value > most):
+    """`value` as an int, if it is a whole number from `least` to `most`, numpy's too. Raises ValueError with the `name`
+    for anything else."""
+    if not is_whole(value) or value < least or (most is not None and value > most):
         accepted = f"of at least {least}" if most is None else f"from {least} to {most}"
         raise ValueError(f"{name} must be a whole number {accepted}, got {value!r}")
-    return value
+    return int(value)
+
+
+def is_whole(value: Any) -> bool:
+    """True for an int and for a whole number of numpy, and not for a bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def check_nonnegative(name: str, value: Any) -> float:

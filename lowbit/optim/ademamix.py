@@ -44,7 +44,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from lowbit.numerics.settings import check_flag, check_nonnegative
+from lowbit.numerics.settings import check_flag, check_nonnegative, is_whole
 from lowbit.optim.adam import compensate, largest_ratio
 from lowbit.optim.base import LowbitOptimizer
 from lowbit.optim.options import Check, CommonOptions, check_betas
@@ -114,11 +114,11 @@ def _inverse_log(beta: float) -> float:
 
 
 def _check_warmup(name: str, steps: Any) -> int | None:
-    if steps is not None and (isinstance(steps, bool) or not isinstance(steps, int) or steps < 1):
+    if steps is not None and (not is_whole(steps) or steps < 1):
         raise ValueError(
             f"{name} must be a number of steps, an int above 0, or None for no warmup; got {steps!r}"
         )
-    return steps
+    return None if steps is None else int(steps)
 
 
 class AdEMAMix(LowbitOptimizer):

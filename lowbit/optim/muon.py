@@ -46,7 +46,7 @@ from lowbit.numerics.settings import (
     check_whole,
 )
 from lowbit.optim.matrices import MatrixBase
-from lowbit.optim.options import Check, CommonOptions
+from lowbit.optim.options import Check, CommonOptions, check_betas
 from lowbit.optim.step.muon_formula import (
     descend,
     direction,
@@ -198,6 +198,7 @@ class Muon(MatrixBase):
         row_beta2: float | None = None,
         **common: Unpack[CommonOptions],
     ) -> None:
+        check_betas(2)("adamw_betas", adamw_betas)  # the option of a group is named `betas`
         self._adamw = {"lr": adamw_lr, "weight_decay": adamw_weight_decay}
         self._adamw |= {"betas": adamw_betas, "eps": adamw_eps}
         options: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum}

@@ -19,6 +19,7 @@ from lowbit.numerics.settings import (
     check_flag,
     check_nonnegative,
     check_numbers,
+    is_whole,
 )
 from lowbit.optim.state import state as states
 
@@ -125,8 +126,9 @@ def check_common(group: dict[str, Any]) -> None:
         group["max_grad_norm"] = check_nonnegative("max_grad_norm", group["max_grad_norm"])
         if not group["max_grad_norm"] > 0:
             raise ValueError("max_grad_norm must be above 0, or None not to clip; got 0")
-    if isinstance(group["seed"], bool) or not isinstance(group["seed"], int):
+    if not is_whole(group["seed"]):
         raise TypeError(f"seed must be an int, got {group['seed']!r}")
+    group["seed"] = int(group["seed"])
     if group["differentiable"]:
         raise ValueError(
             "differentiable=True is not supported: states are rounded, which has no gradient; "

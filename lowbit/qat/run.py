@@ -10,7 +10,7 @@ from torch import nn
 from lowbit.convert import Filter, Report, Schemes, check_schemes
 from lowbit.numerics.settings import check_flag
 from lowbit.qat.qat import convert_, prepare_
-from lowbit.qat.schedule import Schedule, check_steps
+from lowbit.qat.schedule import Schedule, checked_steps
 from lowbit.schemes.scheme import Scheme
 
 
@@ -41,7 +41,7 @@ class QATRun:
         **options: Any,
     ) -> None:
         check_flag("convert", convert)
-        check_steps(start, freeze_observers)
+        self._start, self._freeze_observers = checked_steps(start, freeze_observers)
         if scheme is not None:  # those of weights that are in low bits already
             check_schemes(scheme, Scheme)
         if filter_fn is not None and not callable(filter_fn):
@@ -49,7 +49,6 @@ class QATRun:
                 f"filter_fn must be a function of a module and its name, or None, got {filter_fn!r}"
             )
         self.scheme, self.filter_fn, self.convert = scheme, filter_fn, convert
-        self._start, self._freeze_observers = start, freeze_observers
         self._options = options
         self.report: Report | None = None
         self.schedule: Schedule | None = None

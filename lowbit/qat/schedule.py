@@ -32,11 +32,12 @@ class Stage(NamedTuple):
     observed: bool
 
 
-def check_steps(start: Any, freeze_observers: Any) -> None:
-    """Raise ValueError unless these are numbers of steps, as `Schedule` takes them."""
-    check_whole("start", start, least=0)
-    if freeze_observers is not None:
-        check_whole("freeze_observers", freeze_observers, least=0)
+def checked_steps(start: Any, freeze_observers: Any) -> tuple[int, int | None]:
+    """Both as numbers of steps. Raises ValueError for anything that `Schedule` does not take."""
+    first = check_whole("start", start, least=0)
+    if freeze_observers is None:
+        return first, None
+    return first, check_whole("freeze_observers", freeze_observers, least=0)
 
 
 class Schedule:
@@ -69,7 +70,8 @@ class Schedule:
         freeze_observers: int | None = None,
         method: Method = "squared_error",
     ) -> None:
-        self.model, self.start, self.freeze_observers = model, start, freeze_observers
+        self.model = model
+        self.start, self.freeze_observers = checked_steps(start, freeze_observers)
         self._method: Method = method
         self._calibration: Calibration | None = None
         self.steps = 0
@@ -78,7 +80,6 @@ class Schedule:
         self._apply()
 
     def _check(self) -> None:
-        check_steps(self.start, self.freeze_observers)
         check_method(self._method)
         if self.freeze_observers is not None:
             prepared_layers(self.model)

@@ -45,7 +45,7 @@ SCHEMES: dict[str, Callable[..., Scheme]] = {
 _PRESETS: dict[str, Callable[..., Scheme]] = {
     name: made
     for name, made in vars(presets).items()
-    if isinstance(made, FunctionType) and not name.startswith("_")
+    if isinstance(made, FunctionType) and made.__module__ == presets.__name__ and name[0] != "_"
 }
 
 

@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from lowbit.numerics.settings import is_whole
 from lowbit.schemes.matrix_units import missing_units
 from lowbit.schemes.training import (
     IN_ATTENTION,
@@ -130,10 +131,11 @@ class Int4Weight(LowbitWeight):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.group_size, bool) or not isinstance(self.group_size, int):
+        if not is_whole(self.group_size):
             raise TypeError(f"group_size must be an int, got {self.group_size!r}")
         if self.group_size < 2 or self.group_size % 2:
             raise ValueError(f"group_size must be an even number from 2, got {self.group_size}")
+        object.__setattr__(self, "group_size", int(self.group_size))
 
     @property
     def makes_codes(self) -> bool:

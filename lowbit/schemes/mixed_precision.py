@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from lowbit.numerics.granularity import PerBlock, PerGroup
 from lowbit.numerics.number_format import Float8
+from lowbit.numerics.settings import is_whole
 from lowbit.numerics.spec import Spec
 from lowbit.schemes.least_sizes import Least
 from lowbit.schemes.matrix_units import missing_block_products
@@ -61,9 +63,11 @@ class MixedPrecision(LowbitProducts):
             )
         if self.beside is not None:
             self._check_beside(self.beside)
+            plain = int(self.beside) if is_whole(self.beside) else float(self.beside)
+            object.__setattr__(self, "beside", plain)
 
     def _check_beside(self, beside: float) -> None:
-        if isinstance(beside, bool) or not isinstance(beside, int | float):
+        if isinstance(beside, bool) or not isinstance(beside, Real):
             raise TypeError(f"beside must be a number or None, got {beside!r}")
         if not 1 <= beside < math.inf:
             raise ValueError(

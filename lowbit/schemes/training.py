@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowbit.numerics import class_names
 from lowbit.numerics.code_range import FLOATS
+from lowbit.numerics.settings import is_whole
 from lowbit.schemes.least_sizes import Least, LeastExperts
 from lowbit.schemes.matrix_units import missing_units
 
@@ -127,7 +128,7 @@ class LowbitProducts(TrainingScheme):
             raise TypeError(
                 f"stochastic_rounding must be True, False or None, got {self.stochastic_rounding!r}"
             )
-        check_seed(self.seed)
+        object.__setattr__(self, "seed", check_seed(self.seed))
 
     @property
     def products(self) -> list[str]:
@@ -271,12 +272,13 @@ class Int8Products(LowbitProducts):
     forward_format = "int8"
 
 
-def check_seed(seed: Any) -> None:
-    """Raise TypeError or ValueError for a seed that is not an int from 0 to 2**31 - 1."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
+def check_seed(seed: Any) -> int:
+    """The seed as an int. Raises TypeError or ValueError for anything but a whole number from 0 to 2**31 - 1."""
+    if not is_whole(seed):
         raise TypeError(f"seed must be an int, got {seed!r}")
     if not 0 <= seed < 2**31:
         raise ValueError(f"seed must be 0 to 2**31 - 1, got {seed}")
+    return int(seed)
 
 
 def check_bools(scheme: Any) -> None:

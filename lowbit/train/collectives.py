@@ -65,7 +65,7 @@ def compress_collectives_(
             parameter is in none that is, as before the last `fully_shard`.
     """
     check_module(model)
-    check_seed(seed)
+    seed = check_seed(seed)
     if not (gradients or weights):
         raise ValueError("gradients=False, weights=False: nothing to compress; set one of them")
     sharded = {name: module for name, module in model.named_modules() if is_fsdp_module(module)}

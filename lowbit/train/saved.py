@@ -32,6 +32,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import lowbit_kernels as kernels
+from lowbit.numerics.settings import is_whole
 from lowbit.tensor.core.base import LowbitTensor
 from lowbit.tensor.core.dtensor import local
 
@@ -108,10 +109,11 @@ class save_in_int8(torch.autograd.graph.saved_tensors_hooks):
                 "save_in_int8 takes the nn.Module whose parameters and buffers stay as they are, got "
                 f"{type(model).__name__}"
             )
-        if isinstance(min_numel, bool) or not isinstance(min_numel, int):
+        if not is_whole(min_numel):
             raise TypeError(f"min_numel must be an int, got {min_numel!r}")
         if min_numel < 1:
             raise ValueError(f"min_numel must be at least 1, got {min_numel}")
+        min_numel = int(min_numel)
         rounding = _ROUNDING.setdefault(model, {})
         self._rounding = rounding.setdefault(min_numel, _Rounding(min_numel))
         super().__init__(*self._rounding.hooks)

@@ -404,6 +404,8 @@ def test_an_output_is_replaced_only_where_asked(tmp_path: Path) -> None:
 
 def test_arguments_are_checked_before_anything_is_read(tmp_path: Path) -> None:
     model = low_bit(Int4WeightOnly(64))
+    with pytest.raises(FormatError, match="unknown format 0; accepted: lowbit, "):
+        lowbit.export(model, tmp_path / "out", format=0)
     with pytest.raises(FormatError, match="unknown format 'gguff'; accepted: lowbit, "):
         lowbit.export(model, tmp_path / "out", "gguff")
     for size in ("2 TB", "0", -5, "five"):

@@ -229,6 +229,8 @@ def test_one_name_in_place_of_a_list_is_refused() -> None:
         lowbit.evaluate(nn.Embedding(4, 4), tasks="arc_easy")
     with pytest.raises(TypeError, match="dict of names"):
         lowbit.evaluate([nn.Embedding(4, 4)], None, [torch.zeros(1, 2, dtype=torch.long)])
+    with pytest.raises(TypeError, match=r"original must be an nn\.Module, got list"):
+        lowbit.evaluate(nn.Embedding(4, 4), [torch.zeros(1, 2, dtype=torch.long)])
 
 
 class Named(Model):

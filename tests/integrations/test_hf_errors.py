@@ -53,6 +53,13 @@ from lowbit.hf import LowbitConfig  # noqa: E402
     ("arguments", "options", "error", "says"),
     [
         (("int5",), {}, ValueError, "there is no scheme 'int5'; accepted: int4, int8"),
+        (
+            ("check_flag",),
+            {"name": "signed", "value": True},
+            ValueError,
+            "there is no scheme 'check_flag'",
+        ),
+        (("int5",), {}, ValueError, "mxfp8, nvfp4, IntxWeightOnly"),
         (("int9",), {}, ValueError, r"accepted: int4, [\w, ]*$"),
         (("int3",), {}, ValueError, r"accepted: int4, .*; int3 is IntxWeightOnly\(bits=3\)$"),
         (

@@ -168,7 +168,9 @@ def test_refused_optimizers(name: str, says: str, tmp_path: Path) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_name_that_is_no_text(tmp_path: Path) -> None:
+def test_arguments_of_other_types(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match=r"args must be the TrainingArguments, .* got dict"):
+        optimizer("AdamW8bit", {})  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="must be a str, such as 'AdamW8bit', got None"):
         optimizer(None, arguments(tmp_path))  # type: ignore[arg-type]
 

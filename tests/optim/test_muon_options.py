@@ -158,6 +158,7 @@ def test_moments_of_rows_begin_where_torch_has_none():
         ({"ns_scaling": "rows"}, "ns_scaling must be 'norm' or 'gram', got 'rows'"),
         ({"row_beta2": 1.0}, r"row_beta2 must be in \[0, 1\), got 1.0"),
         ({"ns_steps": 0}, "ns_steps must be a whole number from 1 to 99, got 0"),
+        ({"adamw_betas": 0.9}, r"adamw_betas must be two numbers in \[0, 1\), got 0.9"),
     ],
     ids=str,
 )

@@ -166,6 +166,8 @@ def test_other_products_are_refused():
     low = prepared(Experts(by_index), SCHEMES["int8"])
     with pytest.raises(NotImplementedError, match=r"only the weight, the second, may be"):
         low.weight @ values(3, 64, 5)
+    with pytest.raises(NotImplementedError, match=r'set_experts_implementation\("grouped_mm"\)'):
+        low.weight[torch.tensor([0, 2])] @ values(2, 64, 1)
     with pytest.raises(NotImplementedError, match=r"accepted: a weight \[K, N\]"):
         values(2, 3, 16, 64) @ low.weight.mT
     with pytest.raises(ValueError, match="number of experts differs"):

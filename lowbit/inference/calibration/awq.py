@@ -23,6 +23,7 @@ from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import Folding, channels_of, foldings, watched
 from lowbit.inference.calibration.ranks import Ranks
 from lowbit.inference.calibration.step import Step
+from lowbit.numerics.settings import check_whole
 from lowbit.numerics.spec import Spec
 
 _ROWS = 1024
@@ -41,8 +42,7 @@ class AWQ(Step):
     in_ranks: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not isinstance(self.grid, int) or self.grid < 1:
-            raise ValueError(f"grid must be 1 or more, got {self.grid!r}")
+        object.__setattr__(self, "grid", check_whole("grid", self.grid))
 
     @torch.no_grad()
     def fold(self, model: nn.Module, targets: Sequence[Target], batches: Batches) -> dict[int, str]:

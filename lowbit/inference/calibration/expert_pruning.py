@@ -23,6 +23,7 @@ from lowbit.convert.experts import COUNTS, routers_of, stacked
 from lowbit.inference.calibration.batches import Batches
 from lowbit.inference.calibration.folding import watched
 from lowbit.inference.calibration.step import Step
+from lowbit.numerics.settings import is_whole
 
 By = Literal["sum", "reap", "frequency"]
 _GROUPS = ("n_group", "num_group", "n_groups")
@@ -59,7 +60,7 @@ class PruneExperts(Step):
     def __post_init__(self) -> None:
         if self.by not in get_args(By):
             raise ValueError(f"by must be one of {', '.join(get_args(By))}, got {self.by!r}")
-        is_count = isinstance(self.keep, int) and not isinstance(self.keep, bool) and self.keep > 0
+        is_count = is_whole(self.keep) and self.keep > 0
         if not is_count and not (isinstance(self.keep, float) and 0 < self.keep <= 1):
             raise ValueError(f"keep must be a count from 1, or a float up to 1, got {self.keep!r}")
 
@@ -78,7 +79,7 @@ class PruneExperts(Step):
         batches.ranks.add_up(*sums)
         batches.ranks.alike(*sums)
         visited = max(batches.ranks.gathered(visited))
-        kept = self.keep if isinstance(self.keep, int) else round(self.keep * size)
+        kept = int(self.keep) if is_whole(self.keep) else round(self.keep * size)
         if not visited <= kept <= size:
             raise ValueError(
                 f"{self} keeps {kept} of {size} experts of a layer, and each token takes {visited}; accepted: from "

@@ -74,7 +74,7 @@ class GPTQ(Step):
         if self.scales not in ("searched", "minmax"):
             raise ValueError(f"scales must be 'searched' or 'minmax', got {self.scales!r}")
         check_flag("act_order", self.act_order)
-        check_whole("sweeps", self.sweeps, least=0)
+        object.__setattr__(self, "sweeps", check_whole("sweeps", self.sweeps, least=0))
 
     @property
     def pairs(self) -> bool:  # type: ignore[override]

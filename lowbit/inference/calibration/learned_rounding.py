@@ -134,7 +134,7 @@ class LearnedRounding(Step):
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 0), ("batch_size", 1)):
-            check_whole(name, getattr(self, name), least=least)
+            object.__setattr__(self, name, check_whole(name, getattr(self, name), least=least))
         if self.over not in ("blocks", "model"):
             raise ValueError(f"over must be 'blocks' or 'model', got {self.over!r}")
         if self.loss not in (None, "error", "kl"):

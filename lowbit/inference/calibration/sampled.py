@@ -71,14 +71,13 @@ def sampled_batches(
             logits, or whose logits depend on later tokens.
     """
     check_module(model)
-    numbers = {"sequences": sequences, "batch_size": batch_size, "rounds": rounds}
-    for name, value in numbers.items():
-        check_whole(name, value)
-    check_whole("length", length, least=2)
+    sequences = check_whole("sequences", sequences)
+    batch_size, rounds = check_whole("batch_size", batch_size), check_whole("rounds", rounds)
+    length = check_whole("length", length, least=2)
     longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     if isinstance(longest, int) and 2 <= longest < length:
         raise ValueError(f"length is {length}; {type(model).__name__} takes 2 to {longest} tokens")
-    check_whole("seed", seed, least=0)
+    seed = check_whole("seed", seed, least=0)
     rounds = min(rounds, length - 1)
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     own = torch.Generator().manual_seed(seed)

@@ -86,7 +86,7 @@ def evaluate(
     tasks = () if tasks is None else tasks
     check_flag("by_layer", by_layer)
     if limit is not None and not (isinstance(limit, Real) and 0 < limit < 1):
-        check_whole("limit", limit)
+        limit = check_whole("limit", limit)
     _check(given, original, seen, by_layer, tasks, tokenizer)
     run = partial(_results_of_tasks, tasks=tasks, tokenizer=tokenizer, limit=limit)
     own = None if original is None else _evaluated("original", original, None, seen, run)
@@ -120,7 +120,7 @@ def _check(
     if not isinstance(given, Mapping):
         check_module(given)
     if original is not None:
-        check_module(original)
+        check_module(original, "original")
     if not given:
         raise ValueError(
             "evaluate was given no model; accepted: one, or a mapping of names to models"

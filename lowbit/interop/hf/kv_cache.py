@@ -22,6 +22,7 @@ from transformers.utils import logging
 
 from lowbit.interop.hf.attention import NAME, CachedStates
 from lowbit.interop.hf.invariant import NAME as INVARIANT
+from lowbit.numerics.settings import is_whole
 from lowbit_kernels.decoding import quantized_attention_sm90
 from lowbit_kernels.decoding.quantize_to_cache import quantize_to_cache, raw
 
@@ -66,7 +67,7 @@ class KVCache(StaticCache):
         for name, got, taken in (("keys", keys, KEYS), ("values", values, VALUES)):
             if got not in taken:
                 raise ValueError(f"KVCache takes {name} in {', '.join(taken)}, got {got!r}")
-        if not isinstance(config, PreTrainedConfig) or not isinstance(max_cache_len, int):
+        if not isinstance(config, PreTrainedConfig) or not is_whole(max_cache_len):
             raise TypeError(
                 "KVCache takes the config of a model and a length as an int, got "
                 f"{type(config).__name__} and {type(max_cache_len).__name__}; call KVCache(model.config, 4096)"
@@ -75,6 +76,7 @@ class KVCache(StaticCache):
             raise ValueError(
                 f"KVCache(max_cache_len={max_cache_len}) holds no token; give the length of prompt and answer"
             )
+        max_cache_len = int(max_cache_len)
         # Tensors of inference mode would take no token outside of it.
         with torch.inference_mode(False):
             super().__init__(config=config, max_cache_len=max_cache_len)

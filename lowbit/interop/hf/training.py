@@ -32,11 +32,16 @@ def optimizer(
         options: further options of the class; they win over those of `name` and `args`.
 
     Raises ValueError: an unknown name; an optimizer whose groups the Trainer cannot form; an option that the class does
-    not have. TypeError: a name that is not a str.
+    not have. TypeError: a name that is not a str, arguments without a learning rate.
     """
     if not isinstance(name, str):
         raise TypeError(
             f"the name of an optimizer must be a str, such as 'AdamW8bit', got {name!r}"
+        )
+    if not hasattr(args, "learning_rate"):
+        raise TypeError(
+            "args must be the TrainingArguments, whose learning rate, betas and epsilon the optimizer takes, got "
+            f"{type(args).__name__}"
         )
     kind, own = config_lines.optimizer(_class_named(name))
     known = inspect.signature(kind).parameters

@@ -190,9 +190,11 @@ class TrainableTensor(LowbitTensor):
     def check_operands(cls, x: Any, weight: Any) -> None:
         """Raise OtherOperands unless `weight` is the low-bit operand, and the only one."""
         if not isinstance(weight, TrainableTensor) or isinstance(x, LowbitTensor):
+            first = isinstance(x, TrainableTensor) and x.ndim == 3
+            experts = 'experts of transformers by model.set_experts_implementation("grouped_mm"), '
             raise OtherOperands(
                 f"a product of a {type(x).__name__} and a {type(weight).__name__}: only the weight, the second, may be "
-                f"in low bits; accepted: input @ weight, or {KEEP_OUT}"
+                f"in low bits; accepted: input @ weight, {experts if first else ''}or {KEEP_OUT}"
             )
 
     @classmethod

@@ -78,10 +78,12 @@ def generate(
         int64 [batch, length + new tokens], up to the end of the longest sequence. The others are padded.
 
     Raises:
-        TypeError: the model has no `generate`.
+        TypeError: the model has no `generate`, the generator is not one of torch.
         ValueError: prompts, an option or a model that it does not take. The message names it, and the way out.
         RuntimeError: the model's logits were NaN.
     """
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"generate takes a torch.Generator, got {type(generator).__name__}")
     caller = _preparing_frame(sys._getframe(1), model, generation_config)
     if caller is not None:
         given = caller.f_locals
@@ -94,8 +96,6 @@ def generate(
         raise TypeError(
             f"generate takes a model of transformers with a generate method, got {type(model).__name__}"
         )
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(f"generate takes a torch.Generator, got {type(generator).__name__}")
     if options.get("custom_generate") is not None:
         raise refused("custom_generate", "it is one itself")
     strings = options.get("stop_strings") or getattr(generation_config, "stop_strings", None)

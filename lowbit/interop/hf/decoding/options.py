@@ -13,6 +13,7 @@ from transformers.generation.configuration_utils import GenerationMode
 from lowbit.interop.hf.decoding.cache import CACHE
 from lowbit.interop.hf.decoding.choice import TokenChoice, checked_processors, hides_padding
 from lowbit.interop.hf.decoding.refused import refused
+from lowbit.numerics.settings import check_whole
 
 CHUNK = 2048
 """Tokens of a prompt that the model reads at a time, without `prefill_chunk_size`."""
@@ -70,10 +71,11 @@ def read(model: Any, call: PreparedCall) -> Options:
     _check_tokens(model, call.input_ids)
     start = _starts(call.model_kwargs, batch, length)
     processors = checked_processors(call.processors, start)
+    chunk = config.prefill_chunk_size
     return Options(
         TokenChoice(processors, bool(config.do_sample), ends, pad_id),
         longest - length,
-        config.prefill_chunk_size or CHUNK,
+        CHUNK if chunk is None else check_whole("prefill_chunk_size", chunk),
         start,
         hides_padding(call.processors),
     )
@@ -117,6 +119,11 @@ def _check_model(model: Any) -> None:
         raise refused(type(model).__name__, "it takes decoder-only models")
     if model.training:
         raise refused("a model in training mode", "call model.eval() first")
+    if model.device.type == "meta":
+        raise refused(
+            "a model whose weights are on meta, as accelerate leaves those that it offloads",
+            "it reads them where they are; load the model onto one device",
+        )
     if model.dtype == torch.float64:
         raise refused("a model in torch.float64", "it takes float32, bfloat16 and float16")
     kinds = getattr(model.config.get_text_config(decoder=True), "layer_types", None) or ()
