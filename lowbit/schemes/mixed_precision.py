@@ -213,6 +213,10 @@ class Float8BlockMixedPrecision(MixedPrecision):
         return True
 
     @property
+    def grouped_refusal(self) -> str | None:
+        return None if self.always else "grouped products of blocks were not measured to gain"
+
+    @property
     def input_rounding(self) -> tuple[Any, ...]:
         return *super().input_rounding, self.power_of_two
 
