@@ -23,7 +23,8 @@ them, because reading them waits for the GPU.
 
 Implementations, as `launches` reports them:
 
-    triton   GPUs of compute capability 8.9 or more. On Hopper the sum of a group has about 14 bits
+    sm90     compute capability 9.0: grouped_mm_sm90.cu, compiled at first use. The sum of a group has about 14 bits
+    triton   other GPUs from capability 8.9 on
     torch    elsewhere: the float32 products of the dequantized operands, expert by expert. On a GPU the host waits for
              the offsets
     empty    a size is 0
@@ -34,7 +35,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lowbit_kernels.matmul import grouped_columns
+from lowbit_kernels.matmul import grouped_columns, grouped_mm_sm90
 from lowbit_kernels.matmul.block_scaled_mm import BLOCK, product
 from lowbit_kernels.matmul.grouped_mm_triton import find_columns, find_tile
 from lowbit_kernels.runtime import nvrtc
@@ -52,6 +53,7 @@ from lowbit_kernels.runtime.triton_runtime import (
 
 @op(
     "empty(out_dtype, *_shape(a, b, offsets))",
+    planned=True,
     flops="2 * M * b.shape[-2] * (K if b.dim() == 3 else grouped_columns.tokens(K, E))",
     a="float8_e4m3fn [M, K]; flatten leading dimensions first",
     b="float8_e4m3fn [...]",
@@ -110,6 +112,9 @@ def _launch(a, b, a_scale, b_scale, offsets, out_dtype) -> Tensor:
     if 0 in (*a.shape, *b.shape, offsets.shape[0]):
         ran("grouped_block_mm", "empty")
         return a.new_zeros(_shape(a, b, offsets), dtype=out_dtype)
+    if nvrtc.runs_on_hopper(a.device):
+        ran("grouped_block_mm", "sm90")
+        return grouped_mm_sm90.grouped_mm(*operands, blocks=True)
     if runs_on(a.device) and (a.device.type == "cpu" or nvrtc.capability(a.device) >= (8, 9)):
         ran("grouped_block_mm", "triton")
         return _by_triton(*operands)

@@ -1,4 +1,4 @@
-// The products of grouped_scaled_mm on sm_90a, over all experts in one launch, of int8 or float8.
+// The products of grouped_scaled_mm and grouped_block_mm on sm_90a, over all experts in one launch, of int8 or float8.
 //
 // grouped_mm_sm90.py compiles this file once for each combination of
 //   OUT                BF16, FP16 or FP32
@@ -7,7 +7,9 @@
 //                      1: the columns of a and b do:        out[e] = a[:, columns of e] @ b[:, columns of e].T
 //   BESIDE             tiles of a cluster that lie beside each other: 1 or 2
 //   STAGES             stages of the ring
-// with TILE_N 256 and BIAS NONE, and puts ptx.cuh, sm90.cuh, `multiply`, the wgmma instruction, and mm_tiles_sm90.cuh
+//   BLOCKS             grouped_block_mm: the sums of each step have scales
+//   TILE_N             columns of a tile: 256, or 128 with BLOCKS
+// with BIAS NONE, and puts ptx.cuh, sm90.cuh, `multiply`, the wgmma instruction, and mm_tiles_sm90.cuh
 // before it.
 //
 // Blocks are persistent, as in scaled_mm_sm90.cu. Only the device knows how many rows each expert has. So each thread that
@@ -113,9 +115,54 @@ DEVICE void store_zeros(unsigned char *to, long long pitch, int rows, int bytes)
         if (i % CHUNKS * 16 < bytes) *(uint4 *)(to + i / CHUNKS * pitch + i % CHUNKS * 16) = make_uint4(0, 0, 0, 0);
 }
 
+#if BLOCKS
+// The scales of a step: of two rows, and of all columns, or of the thread's one if RAGGED.
+struct StepScales { float row[2], column; };
+
+// The scaled sums of 64 rows of a tile over `steps` steps, at least one. While one warpgroup adds its products to the
+// sums, the other multiplies. If RAGGED, scales of columns pass through shared memory, through `columns` in the last
+// step and in each second one before: store_sums, which comes next, writes to the other place.
+template <typename Load>
+DEVICE void accumulate_blocks(Shared &shared, float *columns, Ring &ring, SUM (&sums)[SUMS], int steps, const Load &load) {
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, pair = threadIdx.x % 4 * 2;
+    StepScales next = load(0);
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        const StepScales own = next;
+        float *place = (steps - step) % 2 ? columns : shared.scale[group];
+        barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+        const uint32 stage = shared_address(shared.stage[ring.slot]);
+        const uint32 a = operand(stage + group * 64 * TILE_K), b = operand(stage + A_BYTES);
+        SUM part[SUMS];
+        product_fence();
+#pragma unroll
+        for (int k = 0; k < TILE_K / 32; ++k) multiply(part, a + 2 * k, b + 2 * k, k > 0);
+        product_commit();
+        if (step + 1 < steps) next = load(step + 1);  // arrives while this step is multiplied
+        if constexpr (RAGGED) {
+            place[thread] = own.column;
+            named_barrier_sync(1 + group, 128);
+        }
+        product_wait<0>();
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) in_use(part[i]);
+        release(shared, ring.slot);
+        const float row[2] = {own.row[0] * (RAGGED ? 1.0f : own.column), own.row[1] * (RAGGED ? 1.0f : own.column)};
+#pragma unroll
+        for (int i = 0; i < SUMS; i += 4) {  // 8 columns, of which the thread has two
+            float2 column = {1.0f, 1.0f};
+            if constexpr (RAGGED) column = *(const float2 *)&place[i * 2 + pair];
+            sums[i] += part[i] * (row[0] * column.x), sums[i + 1] += part[i + 1] * (row[0] * column.y);
+            sums[i + 2] += part[i + 2] * (row[1] * column.x), sums[i + 3] += part[i + 3] * (row[1] * column.y);
+        }
+    }
+}
+#endif
+
 // Scales of rows: one for each row of a, for each expert if RAGGED. Scales of columns: one for each row of b and expert;
-// if b_scales is 0, one for all.
-DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result, int pitch, const float *a_scale,
+// if b_scales is 0, one for all. With BLOCKS those of grouped_block_mm.
+DEVICE void consume(Shared &shared, float *columns, const TensorMap &out, unsigned char *result, int pitch, const float *a_scale,
                     const float *b_scale, int b_scales, const Shape &shape, uint32 rank) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int own = group * 64 + thread / 32 * 16 + thread % 32 / 4;
@@ -128,6 +175,21 @@ DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result,
             store_zeros(result + first * pitch + column * OUT_SIZE, pitch, rows, pitch - column * OUT_SIZE);
             continue;
         }
+        SUM sums[SUMS];
+#if BLOCKS
+        const float row_scale[2] = {1.0f, 1.0f}, column_scale[COLUMN_SCALES] = {1.0f};
+        const long long step_of_k = schedule.k() / TILE_K, row = schedule.a_row() + own;
+        const long long tile = (long long)schedule.expert * ((shape.n + 127) / 128) + column / 128;
+        accumulate_blocks(shared, columns + group * TILE_N, ring, sums, schedule.steps, [&](int step) {
+            StepScales found;
+            const float *of_rows = a_scale + (step_of_k + step) * shape.m + row;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) found.row[i] = own + i * 8 < schedule.height ? of_rows[i * 8] : 0.0f;
+            const long long at = RAGGED ? (step_of_k + step) * shape.n + column + thread : tile * schedule.steps + step;
+            found.column = column + (RAGGED ? thread : 0) < shape.n ? b_scale[at] : 0.0f;
+            return found;
+        });
+#else
         // Loads the scales early, so that they arrive while the product runs.
         float row_scale[2], column_scale[COLUMN_SCALES];
 #pragma unroll
@@ -138,8 +200,8 @@ DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result,
             const int at = column + i * 128 + thread;
             column_scale[i] = at < shape.n ? b_scale[b_scales ? (long long)schedule.expert * shape.n + at : 0] : 0.0f;
         }
-        SUM sums[SUMS];
         accumulate(shared, ring, sums, schedule.steps);
+#endif
         if (rows <= 0) continue;
         // Plain stores join no group of the TMA's, and so store_sums would not wait for those of the previous tile.
         if (thread == 0 && rows < 64) store_wait<0>();
@@ -165,6 +227,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                const int *offsets, int pitch, int b_scales, int experts, int tokens, int m, int n, int steps, int group) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
+    float *columns = (float *)(&shared + 1);  // only with BLOCKS, [GROUPS][TILE_N]
     const Shape shape = {offsets, experts, tokens, m, n, steps, group};
     const uint32 rank = cluster_rank();
     prepare(shared, a, b, out);
@@ -178,7 +241,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncwarp();
     } else {
         take_registers<224>();
-        consume(shared, out, result, pitch, a_scale, b_scale, b_scales, shape, rank);
+        consume(shared, columns, out, result, pitch, a_scale, b_scale, b_scales, shape, rank);
         __syncwarp();
     }
     // The other block of the cluster may still write to this block's barriers.

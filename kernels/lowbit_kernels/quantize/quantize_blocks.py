@@ -97,7 +97,7 @@ def quantize_blocks(
         of_rows = reference(x, False, rows, False, power_of_two, None)
         return *of_rows[:2], *reference(spread[:width], False, False, columns, power_of_two, None)[2:]
     if stack:
-        for i, one in enumerate(x.reshape(-1, m, k)):
+        for i, one in enumerate(x.flatten(0, -3)):
             for to, found in zip(out, reference(one, tiles, rows, columns, power_of_two, None), strict=True):
                 if found.numel():
                     to.view(-1, *found.shape)[i].view(torch.uint8).copy_(found.view(torch.uint8))
