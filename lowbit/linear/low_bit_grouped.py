@@ -8,8 +8,8 @@ many rows each has. As in `low_bit_linear`, every product reads both operands al
                                              that is summed over, so they multiply dy before it is quantized along rows
     grad_weight  dw[e] = dyᵀ · x             over the rows of e: columns of x and dy, a scale a column and expert
 
-`Float8BlockMixedPrecision` has scales of blocks, which no product moves into the gradient: dy is quantized as it is, and
-the products are `grouped_block_mm`. Blocks of columns lie within an expert.
+`Float8BlockMixedPrecision` has scales of blocks, which no product moves into the gradient: dy is quantized as it is,
+and the products are `grouped_block_mm`. Blocks of columns lie within an expert.
 
 So the weight is rounded once. Backward keeps the columns of x, one byte an element. It does not keep the codes of the
 weight, which would add half to the memory of all experts in bfloat16. It makes them again, with the same scales.

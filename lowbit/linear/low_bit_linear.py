@@ -300,7 +300,12 @@ def quantized_in_blocks(
     """Codes and scales of groups of x [M, K] along its rows, and of its transpose along its columns, those of each
     expert apart if there are `offsets`."""
     return kernels.quantize_blocks.quantize_blocks(
-        x, tiles=False, rows=rows, columns=columns, power_of_two=scheme.power_of_two, offsets=offsets
+        x,
+        tiles=False,
+        rows=rows,
+        columns=columns,
+        power_of_two=scheme.power_of_two,
+        offsets=offsets,
     )
 
 

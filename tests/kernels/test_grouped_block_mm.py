@@ -9,12 +9,11 @@ import torch
 
 from benchmarks.cases.operands import offsets_of
 from lowbit_kernels.matmul import block_scaled_mm, grouped_mm_sm90
-from lowbit_kernels.matmul.grouped_block_mm import _by_triton, grouped_block_mm, reference
+from lowbit_kernels.matmul.grouped_block_mm import grouped_block_mm, reference
 from lowbit_kernels.quantize.quantize_blocks import quantize_blocks
 from lowbit_kernels.runtime import launches, nvrtc
 from tests.kernels import grouped_mm_emulator
 from tests.kernels.compiled_on_cpu import COMPILER
-from tests.kernels.interpreted import interpreted
 from tests.kernels.test_scaled_mm import ROUNDING
 
 OP = torch.ops.lowbit.grouped_block_mm
@@ -120,34 +119,6 @@ def test_reference_and_cpu(case: Case, product: str) -> None:
     assert_close(out, case, arguments)
 
 
-INTERPRETED = """
-import json
-from lowbit_kernels.runtime.launches import counted
-from tests.kernels.test_grouped_block_mm import FULL, OP, PRODUCTS, assert_close
-
-results = {}
-for case in FULL:
-    for product in PRODUCTS:
-        arguments = case.arguments(product)
-        with counted() as calls:
-            out = OP(*arguments)
-        assert_close(out, case, arguments)
-        results[case.name + product] = calls == {("grouped_block_mm", "triton"): 1}
-print(json.dumps(results))
-"""
-
-
-@pytest.fixture(scope="module")
-def under_triton() -> dict[str, bool]:
-    return interpreted(INTERPRETED)
-
-
-@each
-@each_full_case
-def test_interpreted_kernel(under_triton: dict[str, bool], case: Case, product: str) -> None:
-    assert under_triton[case.name + product]
-
-
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
 @pytest.mark.parametrize("across", [1, 2])
 @each
@@ -177,7 +148,9 @@ def test_one_expert_is_the_dense_product(product: str) -> None:
 
 @each
 def test_nan_stays_in_its_expert_and_rows(product: str) -> None:
-    arguments = list(Case("nan", (130, 0, 200), 40, 256, out_dtype=torch.float32).arguments(product))
+    arguments = list(
+        Case("nan", (130, 0, 200), 40, 256, out_dtype=torch.float32).arguments(product)
+    )
     a_scale = arguments[2].clone()
     a_scale[0, 3] = torch.nan
     arguments[2] = a_scale
@@ -233,13 +206,3 @@ def test_cuda(case: Case, product: str, across: int, monkeypatch: pytest.MonkeyP
     if nvrtc.runs_on_hopper(arguments[0].device):  # the launcher knows one plan
         out = grouped_mm_sm90.grouped_mm(*arguments, blocks=True)
         assert_close(out, case, arguments, 2.0**-9)
-
-
-@pytest.mark.gpu
-@each
-@each_full_case
-def test_triton_on_cuda(case: Case, product: str) -> None:
-    arguments = case.arguments(product, "cuda")
-    if nvrtc.capability(arguments[0].device) < (8, 9):
-        pytest.skip("the op does not run this kernel")
-    assert_close(_by_triton(*arguments), case, arguments, 2.0**-9)

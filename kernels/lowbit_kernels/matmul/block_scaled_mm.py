@@ -72,9 +72,7 @@ def block_scaled_mm(
 reference = block_scaled_mm.reference
 
 
-def product(
-    dtype: torch.dtype, a, b, a_scale, b_scale, bias, out_dtype: torch.dtype
-) -> Tensor:
+def product(dtype: torch.dtype, a, b, a_scale, b_scale, bias, out_dtype: torch.dtype) -> Tensor:
     """The product of the dequantized operands in `dtype`."""
     with torch.autocast(a.device.type, enabled=False):
         out = values(a, a_scale, dtype) @ values(b, b_scale, dtype).T

@@ -23,7 +23,6 @@ from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
 
-
 def width_of(blocks: bool) -> int:
     """Columns of a tile. With scales of blocks, a thread holds the sums of a tile twice."""
     return 128 if blocks else 256

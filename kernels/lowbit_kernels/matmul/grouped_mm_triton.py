@@ -42,18 +42,6 @@ def find_tile(
 
 
 @jit
-def find_columns(offsets, p, experts, expert, EXPERTS: tl.constexpr, STEP: tl.constexpr):
-    """An expert's first column, and how many it has, in the layout of `grouped_columns`."""
-    every = tl.arange(0, EXPERTS)
-    ends = tl.minimum(tl.load(offsets + every, mask=every < experts, other=0), p)
-    before = (every > 0) & (every < experts)
-    begins = tl.minimum(tl.load(offsets + every - 1, mask=before, other=0), p)
-    tokens = tl.maximum(tl.where(every < experts, ends - begins, 0), 0)
-    place = tl.sum(tl.where(every < expert, (tokens + STEP - 1) // STEP * STEP, 0), 0)
-    return place, tl.sum(tl.where(every == expert, tokens, 0), 0)
-
-
-@jit
 def _sums(a, b, row_inside, column_inside, begin, end, SUM: tl.constexpr, BLOCK_K: tl.constexpr):
     """The sums over columns `begin` to `end`; a and b point to the rows, [BLOCK_M] and [BLOCK_N]."""
     sums = tl.zeros((row_inside.shape[0], column_inside.shape[0]), SUM)
@@ -121,7 +109,13 @@ def _columns_kernel(
     BLOCK_K: tl.constexpr,
 ):
     expert = tl.program_id(0)
-    place, count = find_columns(offsets, p, experts, expert, EXPERTS, STEP)
+    every = tl.arange(0, EXPERTS)
+    ends = tl.minimum(tl.load(offsets + every, mask=every < experts, other=0), p)
+    before = (every > 0) & (every < experts)
+    begins = tl.minimum(tl.load(offsets + every - 1, mask=before, other=0), p)
+    tokens = tl.maximum(tl.where(every < experts, ends - begins, 0), 0)
+    place = tl.sum(tl.where(every < expert, (tokens + STEP - 1) // STEP * STEP, 0), 0)
+    count = tl.sum(tl.where(every == expert, tokens, 0), 0)
     rows = (tl.program_id(1) // across * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
     columns = (tl.program_id(1) % across * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
     row_inside, column_inside = rows < n, columns < k

@@ -26,8 +26,8 @@ as [0, 0], [0, 0].
 
 Weights may be a stack [..., M, K] of matrices, such as experts: all results then have these dimensions first.
 
-With `offsets` (int32 [E]) the rows of x are tokens, sorted by expert; offsets holds the end of each expert's, ascending,
-0 to M. Groups of codes_t then lie within an expert:
+With `offsets` (int32 [E]) the rows of x are tokens, sorted by expert, and offsets holds the end of each expert's, as
+for `grouped_scaled_mm`. Groups of codes_t then lie within an expert:
 
     codes_t[k, place(m)]    the columns of experts as `grouped_columns` places them, float8_e4m3fn [K, P]
     scale_t                 float32 [P/128, K], where P is its `width` rounded up to a multiple of 128
@@ -95,10 +95,14 @@ def quantize_blocks(
         if columns:
             spread.index_copy_(0, grouped_columns.places(offsets, m, width), x)
         of_rows = reference(x, False, rows, False, power_of_two, None)
-        return *of_rows[:2], *reference(spread[:width], False, False, columns, power_of_two, None)[2:]
+        return *of_rows[:2], *reference(spread[:width], False, False, columns, power_of_two, None)[
+            2:
+        ]
     if stack:
         for i, one in enumerate(x.flatten(0, -3)):
-            for to, found in zip(out, reference(one, tiles, rows, columns, power_of_two, None), strict=True):
+            for to, found in zip(
+                out, reference(one, tiles, rows, columns, power_of_two, None), strict=True
+            ):
                 if found.numel():
                     to.view(-1, *found.shape)[i].view(torch.uint8).copy_(found.view(torch.uint8))
         return out
@@ -176,5 +180,7 @@ def _launch(x, tiles, rows, columns, power_of_two, offsets) -> Result | None:
         # rows do not depend on the expert
         experts = offsets.shape[0] if columns and offsets is not None else None
         results = results_of(x.shape, tiles, rows, columns, experts)
-        return quantize_blocks_sm90.quantize(x, tiles, rows, columns, power_of_two, offsets, results)
+        return quantize_blocks_sm90.quantize(
+            x, tiles, rows, columns, power_of_two, offsets, results
+        )
     return None
