@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from benchmarks.cases.operands import offsets_of
-from lowbit_kernels.matmul import block_scaled_mm, grouped_mm_sm90
+from lowbit_kernels.matmul import block_scaled_mm, grouped_columns, grouped_mm_sm90
 from lowbit_kernels.matmul.grouped_block_mm import grouped_block_mm, reference
 from lowbit_kernels.quantize.quantize_blocks import quantize_blocks
 from lowbit_kernels.runtime import launches, nvrtc
@@ -119,13 +119,16 @@ def test_reference_and_cpu(case: Case, product: str) -> None:
     assert_close(out, case, arguments)
 
 
+EMULATED = {"blocks": 1, "empty-experts": 2, "beyond": 1, "nothing-but-beyond": 2, "wide": 2}
+"""Cases, and the tiles of a cluster that lie beside each other."""
+
+
 @pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
-@pytest.mark.parametrize("across", [1, 2])
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in EMULATED], ids=lambda c: c.name)
 @each
-@each_full_case
-def test_emulated(case: Case, product: str, across: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_emulated(case: Case, product: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Four blocks share all tiles, so that each takes several."""
-    monkeypatch.setattr(grouped_mm_sm90, "beside", lambda *shape: across)
+    monkeypatch.setattr(grouped_mm_sm90, "beside", lambda *shape: EMULATED[case.name])
     arguments = case.arguments(product)
     with grouped_mm_emulator.emulated():
         out = grouped_mm_sm90.grouped_mm(*arguments, blocks=True)
@@ -160,6 +163,16 @@ def test_nan_stays_in_its_expert_and_rows(product: str) -> None:
             assert found[0, 3].all() and found.sum() == found[0, 3].numel()
         else:
             assert found[3].all() and found.sum() == found[3].numel()
+
+
+@each
+def test_offsets_that_fall_or_exceed_the_rows_stay_inside(product: str) -> None:
+    a, b, a_scale, b_scale, _, dtype = CASES[0].arguments(product)
+    offsets = torch.tensor([9, 4, 1000, 7], dtype=torch.int32)
+    counts = grouped_columns.counts(offsets, a.shape[1] if product == "grad_weight" else len(a))
+    ascending = counts.cumsum(0).int()
+    found = OP(a, b, a_scale, b_scale, offsets, dtype)
+    assert torch.equal(found, OP(a, b, a_scale, b_scale, ascending, dtype))
 
 
 @each

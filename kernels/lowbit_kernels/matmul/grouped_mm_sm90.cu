@@ -8,9 +8,9 @@
 //   BESIDE             tiles of a cluster that lie beside each other: 1 or 2
 //   STAGES             stages of the ring
 //   BLOCKS             grouped_block_mm: the sums of each step have scales
-//   TILE_N             columns of a tile: 256, or 128 with BLOCKS
+//   TILE_N             columns of a tile
 // with BIAS NONE, and puts ptx.cuh, sm90.cuh, `multiply`, the wgmma instruction, and mm_tiles_sm90.cuh
-// before it.
+// before it. With BLOCKS `multiply` has 128 columns.
 //
 // Blocks are persistent, as in scaled_mm_sm90.cu. Only the device knows how many rows each expert has. So each thread that
 // needs the next tile walks over the offsets, from the expert of its last tile on. A tile belongs to one expert. The TMA
@@ -116,47 +116,58 @@ DEVICE void store_zeros(unsigned char *to, long long pitch, int rows, int bytes)
 }
 
 #if BLOCKS
-// The scales of a step: of two rows, and of all columns, or of the thread's one if RAGGED.
-struct StepScales { float row[2], column; };
+static constexpr int PARTS = TILE_N / 128, PART = 64;  // of 128 columns, with so many sums
 
-// The scaled sums of 64 rows of a tile over `steps` steps, at least one. While one warpgroup adds its products to the
-// sums, the other multiplies. If RAGGED, scales of columns pass through shared memory, through `columns` in the last
-// step and in each second one before: store_sums, which comes next, writes to the other place.
+// The scales of a step: of two rows; of each part's columns, or of the thread's column in it if RAGGED.
+struct StepScales { float row[2], column[PARTS]; };
+
+// The barrier at which a warpgroup waits for its turn to begin products.
+DEVICE int turn(int group) { return 1 + GROUPS + group; }
+
+// The scaled sums of 64 rows of a tile over `steps` steps, at least one. The warpgroups take turns to begin products: one
+// adds them to its sums while the other multiplies. If RAGGED, scales of columns pass through shared memory, in two places by turns.
 template <typename Load>
-DEVICE void accumulate_blocks(Shared &shared, float *columns, Ring &ring, SUM (&sums)[SUMS], int steps, const Load &load) {
+DEVICE void accumulate_blocks(Shared &shared, float *second, Ring &ring, SUM (&sums)[SUMS], int steps, const Load &load) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, pair = threadIdx.x % 4 * 2;
     StepScales next = load(0);
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) sums[i] = 0;
     for (int step = 0; step < steps; ++step, ring.advance()) {
         const StepScales own = next;
-        float *place = (steps - step) % 2 ? columns : shared.scale[group];
         barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
-        const uint32 stage = shared_address(shared.stage[ring.slot]);
-        const uint32 a = operand(stage + group * 64 * TILE_K), b = operand(stage + A_BYTES);
-        SUM part[SUMS];
-        product_fence();
+        const uint32 stage = shared_address(shared.stage[ring.slot]), a = operand(stage + group * 64 * TILE_K);
 #pragma unroll
-        for (int k = 0; k < TILE_K / 32; ++k) multiply(part, a + 2 * k, b + 2 * k, k > 0);
-        product_commit();
-        if (step + 1 < steps) next = load(step + 1);  // arrives while this step is multiplied
-        if constexpr (RAGGED) {
-            place[thread] = own.column;
-            named_barrier_sync(1 + group, 128);
-        }
-        product_wait<0>();
+        for (int part = 0; part < PARTS; ++part) {
+            const uint32 b = operand(stage + A_BYTES + part * 128 * TILE_K);
+            SUM found[PART];
+            if (TURNS) named_barrier_sync(turn(group), 256);
+            product_fence();
 #pragma unroll
-        for (int i = 0; i < SUMS; ++i) in_use(part[i]);
-        release(shared, ring.slot);
-        const float row[2] = {own.row[0] * (RAGGED ? 1.0f : own.column), own.row[1] * (RAGGED ? 1.0f : own.column)};
+            for (int k = 0; k < TILE_K / 32; ++k) multiply(found, a + 2 * k, b + 2 * k, k > 0);
+            product_commit();
+            if (TURNS) named_barrier_arrive(turn(1 - group), 256);
+            if (part == 0 && step + 1 < steps) next = load(step + 1);  // arrives while this step is multiplied
+            float *place = (step * PARTS + part) % 2 ? second : shared.scale[group];
+            if constexpr (RAGGED) {
+                place[thread] = own.column[part];
+                named_barrier_sync(1 + group, 128);
+            }
+            product_wait<0>();
 #pragma unroll
-        for (int i = 0; i < SUMS; i += 4) {  // 8 columns, of which the thread has two
-            float2 column = {1.0f, 1.0f};
-            if constexpr (RAGGED) column = *(const float2 *)&place[i * 2 + pair];
-            sums[i] += part[i] * (row[0] * column.x), sums[i + 1] += part[i + 1] * (row[0] * column.y);
-            sums[i + 2] += part[i + 2] * (row[1] * column.x), sums[i + 3] += part[i + 3] * (row[1] * column.y);
+            for (int i = 0; i < PART; ++i) in_use(found[i]);
+            if (part == PARTS - 1) release(shared, ring.slot);
+            const float all = RAGGED ? 1.0f : own.column[part], row[2] = {own.row[0] * all, own.row[1] * all};
+#pragma unroll
+            for (int i = 0; i < PART; i += 4) {  // 8 columns, of which the thread has two
+                float2 column = {1.0f, 1.0f};
+                if constexpr (RAGGED) column = *(const float2 *)&place[i * 2 + pair];
+                SUM *to = sums + part * PART + i;
+                to[0] += found[i] * (row[0] * column.x), to[1] += found[i + 1] * (row[0] * column.y);
+                to[2] += found[i + 2] * (row[1] * column.x), to[3] += found[i + 3] * (row[1] * column.y);
+            }
         }
     }
+    if constexpr (RAGGED) named_barrier_sync(1 + group, 128);  // store_sums writes to these places
 }
 #endif
 
@@ -168,6 +179,9 @@ DEVICE void consume(Shared &shared, float *columns, const TensorMap &out, unsign
     const int own = group * 64 + thread / 32 * 16 + thread % 32 / 4;
     Schedule schedule(shape);
     Ring ring;
+#if BLOCKS
+    if (TURNS && group == 1) named_barrier_arrive(turn(0), 256);  // the first group begins
+#endif
     while (schedule.take(rank)) {
         const int column = schedule.column, rows = min(schedule.height - group * 64, 64);
         const long long first = schedule.out_row() + group * 64;
@@ -177,16 +191,24 @@ DEVICE void consume(Shared &shared, float *columns, const TensorMap &out, unsign
         }
         SUM sums[SUMS];
 #if BLOCKS
-        const float row_scale[2] = {1.0f, 1.0f}, column_scale[COLUMN_SCALES] = {1.0f};
+        const float row_scale[2] = {1.0f, 1.0f};
+        float column_scale[COLUMN_SCALES];
+#pragma unroll
+        for (int i = 0; i < COLUMN_SCALES; ++i) column_scale[i] = 1.0f;
         const long long step_of_k = schedule.k() / TILE_K, row = schedule.a_row() + own;
         const long long tile = (long long)schedule.expert * ((shape.n + 127) / 128) + column / 128;
-        accumulate_blocks(shared, columns + group * TILE_N, ring, sums, schedule.steps, [&](int step) {
+        float *second = PARTS > 1 ? shared.scale[group] + 128 : columns + group * 128;
+        accumulate_blocks(shared, second, ring, sums, schedule.steps, [&](int step) {
             StepScales found;
             const float *of_rows = a_scale + (step_of_k + step) * shape.m + row;
 #pragma unroll
             for (int i = 0; i < 2; ++i) found.row[i] = own + i * 8 < schedule.height ? of_rows[i * 8] : 0.0f;
-            const long long at = RAGGED ? (step_of_k + step) * shape.n + column + thread : tile * schedule.steps + step;
-            found.column = column + (RAGGED ? thread : 0) < shape.n ? b_scale[at] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i) {
+                const int of = column + i * 128 + (RAGGED ? thread : 0);
+                const long long at = RAGGED ? (step_of_k + step) * shape.n + of : (tile + i) * schedule.steps + step;
+                found.column[i] = of < shape.n ? b_scale[at] : 0.0f;
+            }
             return found;
         });
 #else
@@ -227,7 +249,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                const int *offsets, int pitch, int b_scales, int experts, int tokens, int m, int n, int steps, int group) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
-    float *columns = (float *)(&shared + 1);  // only with BLOCKS, [GROUPS][TILE_N]
+    float *columns = (float *)(&shared + 1);  // only with BLOCKS, [GROUPS][128], if TILE_N is 128
     const Shape shape = {offsets, experts, tokens, m, n, steps, group};
     const uint32 rank = cluster_rank();
     prepare(shared, a, b, out);
@@ -236,11 +258,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     let_next_start();
 
     if (threadIdx.x >= GROUPS * 128) {
-        give_registers<56>();
+        give_registers<BLOCKS ? 40 : 56>();
         if (threadIdx.x == GROUPS * 128) produce(shared, a, b, shape, rank);
         __syncwarp();
     } else {
-        take_registers<224>();
+        take_registers<BLOCKS ? 232 : 224>();
         consume(shared, columns, out, result, pitch, a_scale, b_scale, b_scales, shape, rank);
         __syncwarp();
     }

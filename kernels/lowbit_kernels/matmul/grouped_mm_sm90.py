@@ -22,6 +22,8 @@ from lowbit_kernels.runtime.library import aligned
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, SM90, program
 from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
+TURNS = True
+
 
 def width_of(blocks: bool) -> int:
     """Columns of a tile. With scales of blocks, a thread holds the sums of a tile twice."""
@@ -119,8 +121,12 @@ def source(
     width = width_of(blocks)
     macros: dict[str, object] = {"OUT": FLOAT_MACROS[out], "BIAS": "NONE", "TILE_N": width}
     macros |= {"SUM": "int" if formats[0] == torch.int8 else "float", "STAGES": ring(width)[0]}
-    macros |= {"RAGGED": ragged, "BESIDE": across, "BLOCKS": blocks}
-    own = instruction(formats, width), "matmul/mm_tiles_sm90.cuh", "matmul/grouped_mm_sm90.cu"
+    macros |= {"RAGGED": ragged, "BESIDE": across, "BLOCKS": blocks, "TURNS": TURNS}
+    own = (
+        instruction(formats, 128 if blocks else width),
+        "matmul/mm_tiles_sm90.cuh",
+        "matmul/grouped_mm_sm90.cu",
+    )
     return program(macros, *SM90, *own)
 
 
@@ -135,7 +141,7 @@ def _kernel(
 ) -> nvrtc.Kernel:
     width = width_of(blocks)
     code, shared = source(out, formats, ragged, across, blocks), ring(width)[1]
-    if blocks:
+    if blocks and width == 128:
         shared += 2 * 4 * width  # a second place for scales of columns
     with torch.cuda.device(device):
         return nvrtc.kernel(code, "grouped_mm", 15, structs=3, shared=shared, overlaps=True)
