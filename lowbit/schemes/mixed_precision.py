@@ -213,7 +213,7 @@ class Float8BlockMixedPrecision(MixedPrecision):
         return True
 
     @property
-    def grouped_refusal(self) -> str | None:
+    def _grouped_refusal(self) -> str | None:
         return None if self.always else "grouped products of blocks were not measured to gain"
 
     @property

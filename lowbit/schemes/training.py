@@ -162,7 +162,7 @@ class LowbitProducts(TrainingScheme):
         return False
 
     @property
-    def grouped_refusal(self) -> str | None:
+    def _grouped_refusal(self) -> str | None:
         """Why products of experts run in high precision; None if they may run in low bits."""
         if not (self.one_scale or self.in_blocks):
             return None
@@ -194,7 +194,7 @@ class LowbitProducts(TrainingScheme):
         return note + self._note_of_experts(shape)
 
     def _note_of_experts(self, shape: Sequence[int]) -> str:
-        in_high_precision = len(shape) > 2 and self.grouped_refusal is not None
+        in_high_precision = len(shape) > 2 and self._grouped_refusal is not None
         return "; grouped products in high precision" if in_high_precision else ""
 
     def check(self, weight: Tensor) -> None:
@@ -253,8 +253,8 @@ class LowbitProducts(TrainingScheme):
         rows of each expert, so the decision depends on their mean."""
         if 0 in (m, experts, n, k):
             return "there is nothing to multiply"
-        if self.grouped_refusal is not None:
-            return self.grouped_refusal
+        if self._grouped_refusal is not None:
+            return self._grouped_refusal
         if self.always:
             return None
         if device.type in ("cpu", "meta"):

@@ -188,6 +188,8 @@ def test_which_sizes_gain() -> None:
     assert "too small to gain" in scheme.grouped_plain_because(cuda, 131072, 8, 256, 4096)
     assert scheme.grouped_plain_because(cuda, 0, 8, 4096, 4096) == "there is nothing to multiply"
     assert scheme.least_experts.gains(32768, 8, 14336, 4096)
+    blocks = train.Float8BlockMixedPrecision()
+    assert "not measured to gain" in blocks.grouped_plain_because(cuda, 131072, 8, 14336, 4096)
     assert scheme.obstacle((128, 1536, 2048), ["other"]) is None
     assert "too small" in scheme.obstacle((128, 256, 2048), ["other"])
 

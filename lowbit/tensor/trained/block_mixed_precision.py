@@ -111,8 +111,11 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor, codec=BlockCodes):
             weight, tiles=True, power_of_two=self.scheme.power_of_two, **copies
         )
 
-    def expert_codes(self) -> Codes:
+    def stacked_codes(self) -> Codes:
+        """`row_codes`."""
         return self.row_codes()
+
+    expert_codes = stacked_codes
 
     def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
         return self.transposed_codes(after)
