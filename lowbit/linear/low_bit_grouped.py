@@ -121,9 +121,10 @@ class GroupedOperands(NamedTuple):
                 codes, scale, codes_t, scale_t = kernels.quantize_grouped.quantize_grouped(
                     grad, offsets, fmt, rows=rows, columns=columns, seed=seed, row_factor=w_scale
                 )
-                w_scale = scale.new_ones(1)  # the gradient's rows have the weight's scales
         if rows:
             tracer.record(note, "grad_input", fmt)
+            if not scheme.in_blocks:
+                w_scale = scale.new_ones(1)  # the gradient's rows have the weight's scales
             grad_x = multiply(codes, w_codes, scale, w_scale, offsets, out_dtype=grad.dtype)
         elif for_x:
             tracer.record(note, "grad_input", grad.dtype)

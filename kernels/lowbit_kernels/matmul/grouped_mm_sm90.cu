@@ -124,10 +124,12 @@ struct StepScales { float row[2], column[PARTS]; };
 // The barrier at which a warpgroup waits for its turn to begin products.
 DEVICE int turn(int group) { return 1 + GROUPS + group; }
 
-// The scaled sums of 64 rows of a tile over `steps` steps, at least one. The warpgroups take turns to begin products: one
-// adds them to its sums while the other multiplies. If RAGGED, scales of columns pass through shared memory, in two places by turns.
+// The scaled sums of 64 rows of a tile over `steps` steps, at least one. The warpgroups take turns to begin products:
+// one adds them to its sums while the other multiplies. If RAGGED, scales of columns pass through shared memory, by
+// turns through shared.scale and `second`.
 template <typename Load>
-DEVICE void accumulate_blocks(Shared &shared, float *second, Ring &ring, SUM (&sums)[SUMS], int steps, const Load &load) {
+DEVICE void accumulate_blocks(Shared &shared, float *second, Ring &ring, SUM (&sums)[SUMS], int steps,
+                              const Load &load) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, pair = threadIdx.x % 4 * 2;
     StepScales next = load(0);
 #pragma unroll
@@ -173,8 +175,8 @@ DEVICE void accumulate_blocks(Shared &shared, float *second, Ring &ring, SUM (&s
 
 // Scales of rows: one for each row of a, for each expert if RAGGED. Scales of columns: one for each row of b and expert;
 // if b_scales is 0, one for all. With BLOCKS those of grouped_block_mm.
-DEVICE void consume(Shared &shared, float *columns, const TensorMap &out, unsigned char *result, int pitch, const float *a_scale,
-                    const float *b_scale, int b_scales, const Shape &shape, uint32 rank) {
+DEVICE void consume(Shared &shared, float *columns, const TensorMap &out, unsigned char *result, int pitch,
+                    const float *a_scale, const float *b_scale, int b_scales, const Shape &shape, uint32 rank) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int own = group * 64 + thread / 32 * 16 + thread % 32 / 4;
     Schedule schedule(shape);
@@ -202,7 +204,8 @@ DEVICE void consume(Shared &shared, float *columns, const TensorMap &out, unsign
             StepScales found;
             const float *of_rows = a_scale + (step_of_k + step) * shape.m + row;
 #pragma unroll
-            for (int i = 0; i < 2; ++i) found.row[i] = own + i * 8 < schedule.height ? of_rows[i * 8] : 0.0f;
+            for (int i = 0; i < 2; ++i)
+                found.row[i] = own + i * 8 < schedule.height ? of_rows[i * 8] : 0.0f;
 #pragma unroll
             for (int i = 0; i < PARTS; ++i) {
                 const int of = column + i * 128 + (RAGGED ? thread : 0);

@@ -94,15 +94,13 @@ def quantize_blocks(
         spread = x.new_zeros((width + 1, k))
         if columns:
             spread.index_copy_(0, grouped_columns.places(offsets, m, width), x)
-        of_rows = reference(x, False, rows, False, power_of_two, None)
-        return *of_rows[:2], *reference(spread[:width], False, False, columns, power_of_two, None)[
-            2:
-        ]
+        codes, scale, _, _ = reference(x, False, rows, False, power_of_two, None)
+        of_columns = reference(spread[:width], False, False, columns, power_of_two, None)
+        return codes, scale, *of_columns[2:]
     if stack:
         for i, one in enumerate(x.flatten(0, -3)):
-            for to, found in zip(
-                out, reference(one, tiles, rows, columns, power_of_two, None), strict=True
-            ):
+            alone = reference(one, tiles, rows, columns, power_of_two, None)
+            for to, found in zip(out, alone, strict=True):
                 if found.numel():
                     to.view(-1, *found.shape)[i].view(torch.uint8).copy_(found.view(torch.uint8))
         return out

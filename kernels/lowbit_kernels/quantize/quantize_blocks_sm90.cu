@@ -50,12 +50,13 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
 
 DYNAMIC_SHARED(tile_memory);
 
-// One block per tile. Codes have k128 (m128) columns: k (m) rounded up to a multiple of 128. With TILES, x is a stack of
-// matrices m x k. With TOKENS, codes_t has `columns_t` columns, and those of an expert follow the tiles of the others
-// (grouped_columns.py); blocks beyond have no tile.
+// One block per tile. Codes have k128 (m128) columns: k (m) rounded up to a multiple of 128. With TILES, x is a stack
+// of matrices m x k. With TOKENS, codes_t has `columns_t` columns, and those of an expert follow the tiles of the
+// others (grouped_columns.py); blocks beyond have no tile.
 extern "C" __global__ void __launch_bounds__(THREADS)
     quantize_blocks(const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,
-                    float *scale_t, long long m, long long k, const int *offsets, long long experts, long long columns_t) {
+                    float *scale_t, long long m, long long k, const int *offsets, long long experts,
+                    long long columns_t) {
     Job job = {};
     job.x = x, job.stride = stride, job.m = m, job.k = k;
     job.codes = codes, job.scale = scale, job.codes_t = codes_t, job.scale_t = scale_t;

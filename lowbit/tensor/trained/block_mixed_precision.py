@@ -97,18 +97,19 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor, codec=BlockCodes):
 
     def row_codes(self) -> Codes:
         """The weight [..., N, K] as the output's product reads it: codes [..., N, K128] and the scales of tiles."""
-        codes, scale, _, _ = self._quantize(self.weight, columns=False)
+        codes, scale, _, _ = self._quantize(rows=True)
         return codes, scale
 
     def transposed_codes(self, after: Tensor | None = None) -> Codes:
         """The weight [..., N, K] as the product for the input's gradient reads it: codes [..., K, N128] and the scales
         of tiles."""
-        _, _, codes, scale = self._quantize(self.weight, rows=False)
+        _, _, codes, scale = self._quantize(rows=False)
         return codes, scale
 
-    def _quantize(self, weight: Tensor, **copies: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _quantize(self, rows: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        own, power_of_two = self.weight, self.scheme.power_of_two
         return kernels.quantize_blocks.quantize_blocks(
-            weight, tiles=True, power_of_two=self.scheme.power_of_two, **copies
+            own, tiles=True, rows=rows, columns=not rows, power_of_two=power_of_two
         )
 
     def stacked_codes(self) -> Codes:
