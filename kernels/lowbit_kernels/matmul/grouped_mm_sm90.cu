@@ -8,9 +8,9 @@
 //   BESIDE             tiles of a cluster that lie beside each other: 1 or 2
 //   STAGES             stages of the ring
 //   BLOCKS             grouped_block_mm: the sums of each step have scales
-//   TILE_N             columns of a tile
-// with BIAS NONE, and puts ptx.cuh, sm90.cuh, `multiply`, the wgmma instruction, and mm_tiles_sm90.cuh
-// before it. With BLOCKS `multiply` has 128 columns.
+// with TILE_N 256 and BIAS NONE, and puts ptx.cuh, sm90.cuh, `multiply`, the wgmma instruction, and mm_tiles_sm90.cuh
+// before it. With BLOCKS `multiply` has 128 columns, so that a
+// thread has registers for the sums of a tile and of a step's half.
 //
 // Blocks are persistent, as in scaled_mm_sm90.cu. Only the device knows how many rows each expert has. So each thread that
 // needs the next tile walks over the offsets, from the expert of its last tile on. A tile belongs to one expert. The TMA
@@ -121,14 +121,10 @@ static constexpr int PARTS = TILE_N / 128, PART = 64;  // of 128 columns, with s
 // The scales of a step: of two rows; of each part's columns, or of the thread's column in it if RAGGED.
 struct StepScales { float row[2], column[PARTS]; };
 
-// The barrier at which a warpgroup waits for its turn to begin products.
-DEVICE int turn(int group) { return 1 + GROUPS + group; }
-
-// The scaled sums of 64 rows of a tile over `steps` steps, at least one. The warpgroups take turns to begin products:
-// one adds them to its sums while the other multiplies. If RAGGED, scales of columns pass through shared memory, by
-// turns through shared.scale and `second`.
+// The scaled sums of 64 rows of a tile over `steps` steps, at least one. While one warpgroup adds products to its sums,
+// the other multiplies. If RAGGED, scales of columns pass through shared memory, in two places by turns.
 template <typename Load>
-DEVICE void accumulate_blocks(Shared &shared, float *second, Ring &ring, SUM (&sums)[SUMS], int steps,
+DEVICE void accumulate_blocks(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps,
                               const Load &load) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, pair = threadIdx.x % 4 * 2;
     StepScales next = load(0);
@@ -142,14 +138,12 @@ DEVICE void accumulate_blocks(Shared &shared, float *second, Ring &ring, SUM (&s
         for (int part = 0; part < PARTS; ++part) {
             const uint32 b = operand(stage + A_BYTES + part * 128 * TILE_K);
             SUM found[PART];
-            if (TURNS) named_barrier_sync(turn(group), 256);
             product_fence();
 #pragma unroll
             for (int k = 0; k < TILE_K / 32; ++k) multiply(found, a + 2 * k, b + 2 * k, k > 0);
             product_commit();
-            if (TURNS) named_barrier_arrive(turn(1 - group), 256);
             if (part == 0 && step + 1 < steps) next = load(step + 1);  // arrives while this step is multiplied
-            float *place = (step * PARTS + part) % 2 ? second : shared.scale[group];
+            float *place = shared.scale[group] + part * 128;
             if constexpr (RAGGED) {
                 place[thread] = own.column[part];
                 named_barrier_sync(1 + group, 128);
@@ -175,15 +169,12 @@ DEVICE void accumulate_blocks(Shared &shared, float *second, Ring &ring, SUM (&s
 
 // Scales of rows: one for each row of a, for each expert if RAGGED. Scales of columns: one for each row of b and expert;
 // if b_scales is 0, one for all. With BLOCKS those of grouped_block_mm.
-DEVICE void consume(Shared &shared, float *columns, const TensorMap &out, unsigned char *result, int pitch,
+DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result, int pitch,
                     const float *a_scale, const float *b_scale, int b_scales, const Shape &shape, uint32 rank) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int own = group * 64 + thread / 32 * 16 + thread % 32 / 4;
     Schedule schedule(shape);
     Ring ring;
-#if BLOCKS
-    if (TURNS && group == 1) named_barrier_arrive(turn(0), 256);  // the first group begins
-#endif
     while (schedule.take(rank)) {
         const int column = schedule.column, rows = min(schedule.height - group * 64, 64);
         const long long first = schedule.out_row() + group * 64;
@@ -199,8 +190,7 @@ DEVICE void consume(Shared &shared, float *columns, const TensorMap &out, unsign
         for (int i = 0; i < COLUMN_SCALES; ++i) column_scale[i] = 1.0f;
         const long long step_of_k = schedule.k() / TILE_K, row = schedule.a_row() + own;
         const long long tile = (long long)schedule.expert * ((shape.n + 127) / 128) + column / 128;
-        float *second = PARTS > 1 ? shared.scale[group] + 128 : columns + group * 128;
-        accumulate_blocks(shared, second, ring, sums, schedule.steps, [&](int step) {
+        accumulate_blocks(shared, ring, sums, schedule.steps, [&](int step) {
             StepScales found;
             const float *of_rows = a_scale + (step_of_k + step) * shape.m + row;
 #pragma unroll
@@ -252,7 +242,6 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
                const int *offsets, int pitch, int b_scales, int experts, int tokens, int m, int n, int steps, int group) {
     DYNAMIC_SHARED(memory);
     Shared &shared = *(Shared *)memory;
-    float *columns = (float *)(&shared + 1);  // only with BLOCKS, [GROUPS][128], if TILE_N is 128
     const Shape shape = {offsets, experts, tokens, m, n, steps, group};
     const uint32 rank = cluster_rank();
     prepare(shared, a, b, out);
@@ -266,7 +255,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
         __syncwarp();
     } else {
         take_registers<BLOCKS ? 232 : 224>();
-        consume(shared, columns, out, result, pitch, a_scale, b_scale, b_scales, shape, rank);
+        consume(shared, out, result, pitch, a_scale, b_scale, b_scales, shape, rank);
         __syncwarp();
     }
     // The other block of the cluster may still write to this block's barriers.

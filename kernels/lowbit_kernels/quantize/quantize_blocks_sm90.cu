@@ -50,7 +50,9 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
 
 DYNAMIC_SHARED(tile_memory);
 
-// One block per tile. Codes have k128 (m128) columns: k (m) rounded up to a multiple of 128. With TILES, x is a stack
+static constexpr int EACH = 4;  // tiles of a block beside each other, with TOKENS: its walk takes a third of a tile's time
+
+// One block per tile, or for EACH. Codes have k128 (m128) columns: k (m) rounded up to a multiple of 128. With TILES, x is a stack
 // of matrices m x k. With TOKENS, codes_t has `columns_t` columns, and those of an expert follow the tiles of the
 // others (grouped_columns.py); blocks beyond have no tile.
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -61,7 +63,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     job.x = x, job.stride = stride, job.m = m, job.k = k;
     job.codes = codes, job.scale = scale, job.codes_t = codes_t, job.scale_t = scale_t;
     job.columns_t = (m + TILE - 1) / TILE * TILE;
-    long long tile = blockIdx.x;
+    long long tile = blockIdx.x, first = 0, last = 1;  // of the tiles of this block
     const long long across = job.tiles_across(), down = (m + TILE - 1) / TILE;
     if constexpr (TILES) {
         const long long own = tile / (down * across);
@@ -71,20 +73,25 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if constexpr (TOKENS) {
         int start = 0, end = 0, place = 0, next = 0;  // in rows, and in tiles
-        for (int e = 0; next <= tile / across; ++e) {
+        const long long bands = (across + EACH - 1) / EACH, band = tile / bands;
+        first = tile % bands * EACH, last = min(first + EACH, across);
+        for (int e = 0; next <= band; ++e) {
             if (e == experts) return;
             start = end, place = next;
             end = min(max(__ldg(offsets + e), start), (int)m);
             next += (end - start + TILE - 1) / TILE;
         }
-        tile -= place * across;
+        tile = (band - place) * across + first;
         job.x += start * stride * SIZE, job.codes += start * across * TILE, job.scale += start;
         job.codes_t += place * TILE, job.scale_t += place * k, job.columns_t = columns_t, job.m = end - start;
     }
     Shared &shared = *(Shared *)tile_memory;
-    const Position at(job, tile);
-    Part part;
-    fetch(job, tile, part);
-    if (find_block_scales(job, shared, at, part, m)) clear_infinities(part);
-    store_codes(job, shared, Draws(job), at, part, across * TILE);
+    for (; first < last; ++first, ++tile) {
+        const Position at(job, tile);
+        Part part;
+        fetch(job, tile, part);
+        if (find_block_scales(job, shared, at, part, m)) clear_infinities(part);
+        store_codes(job, shared, Draws(job), at, part, across * TILE);
+        if (TOKENS) __syncthreads();  // the next tile writes to the same shared memory
+    }
 }

@@ -15,6 +15,8 @@ from lowbit_kernels.runtime.launch_plan import Address, Buffer, Launch, LaunchPl
 from lowbit_kernels.runtime.sources import FLOAT_MACROS, program
 from lowbit_kernels.weight_only.weight_operands import Description, TensorLayout, described
 
+EACH = 4
+"""Tiles of a block in ``quantize_blocks_sm90.cu``, if rows are those of experts."""
 OF_ROWCOL = {
     "FORMAT": "E4M3",
     "TENSORWISE": 0,
@@ -82,7 +84,8 @@ def planned(
     of_tokens = (Address(1), experts or 0, width) if tokens else (0, 0, 0)
     arguments = (Address(0), stride, *out, m, k, *of_tokens)
     down = width // TILE if tokens else math.prod(stack) * -(-m // TILE)
-    blocks = down * -(-k // TILE)
+    across = -(-k // TILE)
+    blocks = down * (-(-across // EACH) if tokens else across)
     return LaunchPlan(
         results, (), (Launch(_kernel(variant, x.device), blocks, THREADS, arguments),)
     )
