@@ -128,7 +128,7 @@ STACKS = {"whole": (3, 256, 128), "odd": (2, 131, 257), "two-dimensions": (2, 2,
 def of_tokens(name: str, device: str = "cpu", dtype=torch.float32, power_of_two=False) -> tuple:
     """The arguments for tokens of experts. "beyond" has 20 of none."""
     m = sum(TOKENS[name]) + 20 * (name in ("beyond", "nobody"))
-    x = torch.randn(m, 260, device=device).to(dtype)
+    x = torch.randn(m, 700 if name == "one" else 260, device=device).to(dtype)  # two blocks a band
     return x, False, True, True, power_of_two, offsets_of(TOKENS[name], device)
 
 

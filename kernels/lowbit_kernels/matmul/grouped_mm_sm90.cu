@@ -127,7 +127,7 @@ template <typename Load>
 DEVICE void accumulate_blocks(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps,
                               const Load &load) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, pair = threadIdx.x % 4 * 2;
-    StepScales next = load(0);
+    StepScales next = load();
 #pragma unroll
     for (int i = 0; i < SUMS; ++i) sums[i] = 0;
     for (int step = 0; step < steps; ++step, ring.advance()) {
@@ -142,7 +142,7 @@ DEVICE void accumulate_blocks(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int
 #pragma unroll
             for (int k = 0; k < TILE_K / 32; ++k) multiply(found, a + 2 * k, b + 2 * k, k > 0);
             product_commit();
-            if (part == 0 && step + 1 < steps) next = load(step + 1);  // arrives while this step is multiplied
+            if (part == 0 && step + 1 < steps) next = load();  // arrives while this step is multiplied
             float *place = shared.scale[group] + part * 128;
             if constexpr (RAGGED) {
                 place[thread] = own.column[part];
@@ -188,20 +188,18 @@ DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result,
         float column_scale[COLUMN_SCALES];
 #pragma unroll
         for (int i = 0; i < COLUMN_SCALES; ++i) column_scale[i] = 1.0f;
-        const long long step_of_k = schedule.k() / TILE_K, row = schedule.a_row() + own;
-        const long long tile = (long long)schedule.expert * ((shape.n + 127) / 128) + column / 128;
-        accumulate_blocks(shared, ring, sums, schedule.steps, [&](int step) {
+        const int of = column + (RAGGED ? thread : 0), tiles = (shape.n + 127) / 128;
+        const long long start = schedule.k() / TILE_K, tile = (long long)schedule.expert * tiles + column / 128;
+        const float *of_rows = a_scale + start * shape.m + schedule.a_row() + own;
+        const float *of_columns = b_scale + (RAGGED ? start * shape.n + of : tile * schedule.steps);
+        accumulate_blocks(shared, ring, sums, schedule.steps, [&] {
             StepScales found;
-            const float *of_rows = a_scale + (step_of_k + step) * shape.m + row;
 #pragma unroll
-            for (int i = 0; i < 2; ++i)
-                found.row[i] = own + i * 8 < schedule.height ? of_rows[i * 8] : 0.0f;
+            for (int i = 0; i < 2; ++i) found.row[i] = own + i * 8 < schedule.height ? of_rows[i * 8] : 0.0f;
 #pragma unroll
-            for (int i = 0; i < PARTS; ++i) {
-                const int of = column + i * 128 + (RAGGED ? thread : 0);
-                const long long at = RAGGED ? (step_of_k + step) * shape.n + of : (tile + i) * schedule.steps + step;
-                found.column[i] = of < shape.n ? b_scale[at] : 0.0f;
-            }
+            for (int i = 0; i < PARTS; ++i)
+                found.column[i] = of + i * 128 < shape.n ? of_columns[RAGGED ? i * 128 : i * schedule.steps] : 0.0f;
+            of_rows += shape.m, of_columns += RAGGED ? shape.n : 1;
             return found;
         });
 #else

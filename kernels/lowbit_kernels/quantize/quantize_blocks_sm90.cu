@@ -50,7 +50,7 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
 
 DYNAMIC_SHARED(tile_memory);
 
-static constexpr int EACH = 4;  // tiles of a block beside each other, with TOKENS: its walk takes a third of a tile's time
+static constexpr int EACH = 4;  // tiles of a block beside each other, with TOKENS, so that fewer blocks walk
 
 // One block per tile, or for EACH. Codes have k128 (m128) columns: k (m) rounded up to a multiple of 128. With TILES, x is a stack
 // of matrices m x k. With TOKENS, codes_t has `columns_t` columns, and those of an expert follow the tiles of the
