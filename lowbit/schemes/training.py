@@ -164,10 +164,9 @@ class LowbitProducts(TrainingScheme):
     @property
     def _grouped_refusal(self) -> str | None:
         """Why products of experts run in high precision; None if they may run in low bits."""
-        if not (self.one_scale or self.in_blocks):
-            return None
-        kind = "one a tensor" if self.one_scale else "one a block"
-        return f"grouped products take a scale a row, and the scheme {kind}"
+        if self.one_scale:
+            return "grouped products take a scale a row, and the scheme one a tensor"
+        return None
 
     @property
     def power_of_two(self) -> bool:

@@ -174,7 +174,7 @@ def test_the_trace_shows_grouped_products() -> None:
     }
     microscaled = prepared(model, train.MXFP8MixedPrecision(always=True))
     assert reasons(trace(microscaled, x, offsets), "up") == {
-        "grouped products take a scale a row, and the scheme one a block"
+        "grouped products take no scales of 32 elements"
     }
     # torch's grouped product takes contiguous gradients only
     trace(Experts(), x.detach().float().requires_grad_(), offsets)
@@ -188,8 +188,14 @@ def test_which_sizes_gain() -> None:
     assert "too small to gain" in scheme.grouped_plain_because(cuda, 131072, 8, 256, 4096)
     assert scheme.grouped_plain_because(cuda, 0, 8, 4096, 4096) == "there is nothing to multiply"
     assert scheme.least_experts.gains(32768, 8, 14336, 4096)
-    blocks = train.Float8BlockMixedPrecision()
-    assert "not measured to gain" in blocks.grouped_plain_because(cuda, 131072, 8, 14336, 4096)
+    least = train.Float8BlockMixedPrecision().least_experts  # as measured on an H200
+    gain = {
+        (32768, 8, 14336, 4096): True,
+        (32768, 8, 4096, 14336): True,
+        (65536, 32, 2880, 2880): True,
+    }
+    gain |= {(131072, 128, 1536, 2048): False, (131072, 128, 2048, 768): False}
+    assert {sizes: least.gains(*sizes) for sizes in gain} == gain
     assert scheme.obstacle((128, 1536, 2048), ["other"]) is None
     assert "too small" in scheme.obstacle((128, 256, 2048), ["other"])
 
