@@ -18,7 +18,8 @@ from benchmarks.report import ratio, readable
 from benchmarks.scaled_mm import Product
 from benchmarks.timing import measure
 from benchmarks.train_linear import LEAST_DECIBELS
-from lowbit import MixedPrecisionTensor, train
+from lowbit import train
+from lowbit.tensor.trained.master_weight import MasterWeightTensor
 from lowbit_kernels.matmul import grouped_columns
 from lowbit_kernels.matmul.grouped_scaled_mm import grouped_scaled_mm
 from lowbit_kernels.quantize.quantize_experts import quantize_experts
@@ -34,6 +35,7 @@ SHAPES = [  # E, N, K, M
 SCHEMES = {
     "lowbit, int8": train.Int8MixedPrecision(always=True),
     "lowbit, float8": train.Float8MixedPrecision(always=True),
+    "lowbit, float8 in blocks": train.Float8BlockMixedPrecision(always=True),
     "lowbit, int8, default": train.Int8MixedPrecision(),
 }
 FORMATS = {"int8": "lowbit, int8", "e4m3": "lowbit, float8"}
@@ -74,7 +76,7 @@ def arguments(shape: tuple[int, int, int, int], scheme: Any = None) -> tuple:
         for size in ((m, k), (experts, n, k), (m, n))
     )
     if scheme is not None:
-        weight = MixedPrecisionTensor(weight, scheme)
+        weight = MasterWeightTensor.of(scheme)(weight, scheme)
     offsets = offsets_of(tokens_of(m, experts), "cuda")
     return x.requires_grad_(), nn.Parameter(weight), offsets, grad
 

@@ -17,7 +17,7 @@ def moved_bytes(case: Case) -> int:
     return case.m * case.k * (case.dtype.itemsize + case.rows + case.columns)
 
 
-def _by_rows(x, tiles, rows, columns, power_of_two) -> tuple:
+def _by_rows(x, tiles, rows, columns, power_of_two, offsets) -> tuple:
     return quantize_rowcol(x, "e4m3", rows=rows, columns=columns)
 
 

@@ -25,9 +25,9 @@ class Case:
     large: bool = False  # the shape of a real layer, for GPUs and benchmarks
 
     def arguments(self, device: torch.device | str = "cpu") -> tuple:
-        """x, tiles, rows, columns, power_of_two."""
+        """x, tiles, rows, columns, power_of_two, offsets."""
         x = laid_out_matrix(self.m, self.k, self.layout, self.dtype, device)
-        return x, self.tiles, self.rows, self.columns, self.power_of_two
+        return x, self.tiles, self.rows, self.columns, self.power_of_two, None
 
 
 SHAPES: list[tuple[str, int, int, dict]] = [

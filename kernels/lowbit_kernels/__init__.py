@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from lowbit_kernels.matmul import (
         batched_mm,
         block_scaled_mm,
+        grouped_block_mm,
         grouped_scaled_mm,
         scaled_mm,
         ternary_mm,
@@ -80,6 +81,7 @@ __all__ = [
     "fake_quantize",
     "gated_activation",
     "gated_linear",
+    "grouped_block_mm",
     "grouped_linear",
     "grouped_scaled_mm",
     "input_gradient",

@@ -8,13 +8,16 @@ many rows each has. As in `low_bit_linear`, every product reads both operands al
                                              that is summed over, so they multiply dy before it is quantized along rows
     grad_weight  dw[e] = dyᵀ · x             over the rows of e: columns of x and dy, a scale a column and expert
 
+`Float8BlockMixedPrecision` has scales of blocks, which no product moves into the gradient: dy is quantized as it is,
+and the products are `grouped_block_mm`. Blocks of columns lie within an expert.
+
 So the weight is rounded once. Backward keeps the columns of x, one byte an element. It does not keep the codes of the
 weight, which would add half to the memory of all experts in bfloat16. It makes them again, with the same scales.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +26,7 @@ from torch import Tensor
 import lowbit_kernels as kernels
 from lowbit.linear.dequantized import grouped_in_high_precision
 from lowbit.linear.frozen.checks import check_first_derivative, in_rows
-from lowbit.linear.low_bit_linear import quantized_input
+from lowbit.linear.low_bit_linear import quantized_in_blocks, quantized_input
 from lowbit.linear.operands import Kept, rounded_product
 from lowbit.tracing import tracer
 from lowbit.tracing.tracer import Note
@@ -82,10 +85,14 @@ class GroupedOperands(NamedTuple):
         w_codes, w_scale = weight.expert_codes()
         if self.note is not None:
             tracer.record(self.note, "output", scheme.forward_format)
-        y = kernels.grouped_scaled_mm.grouped_scaled_mm(
-            codes, w_codes, scale, w_scale, offsets, out_dtype=x.dtype
-        )
+        y = self._multiply(codes, w_codes, scale, w_scale, offsets, out_dtype=x.dtype)
         return y, (offsets, weight.detach(), w_scale, *kept)
+
+    @property
+    def _multiply(self) -> Callable[..., Tensor]:
+        if self.scheme.in_blocks:
+            return kernels.grouped_block_mm.grouped_block_mm
+        return kernels.grouped_scaled_mm.grouped_scaled_mm
 
     def gradients(
         self, grad: Tensor, kept: Sequence[Any], needs: Sequence[bool]
@@ -97,7 +104,7 @@ class GroupedOperands(NamedTuple):
         for_x, for_weight = needs[:2]
         rows, columns = for_x and scheme.grad_input, for_weight and scheme.grad_weight
         fmt = scheme.backward_format
-        multiply = kernels.grouped_scaled_mm.grouped_scaled_mm
+        multiply = self._multiply
         grad_x = grad_weight = None
         if rows or columns:
             w_codes: Any = None
@@ -105,14 +112,20 @@ class GroupedOperands(NamedTuple):
                 w_codes, w_scale = weight.expert_codes_t(w_scale, after=grad)
             else:
                 w_scale = None
-            seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
-            codes, scale, codes_t, scale_t = kernels.quantize_grouped.quantize_grouped(
-                grad, offsets, fmt, rows=rows, columns=columns, seed=seed, row_factor=w_scale
-            )
+            if scheme.in_blocks:
+                codes, scale, codes_t, scale_t = quantized_in_blocks(
+                    grad, scheme, rows=rows, columns=columns, offsets=offsets
+                )
+            else:
+                seed = seed_of(grad, scheme.seed) if scheme.rounds_stochastically else None
+                codes, scale, codes_t, scale_t = kernels.quantize_grouped.quantize_grouped(
+                    grad, offsets, fmt, rows=rows, columns=columns, seed=seed, row_factor=w_scale
+                )
         if rows:
             tracer.record(note, "grad_input", fmt)
-            one = scale.new_ones(1)  # the gradient's rows have the weight's scales
-            grad_x = multiply(codes, w_codes, scale, one, offsets, out_dtype=grad.dtype)
+            if not scheme.in_blocks:
+                w_scale = scale.new_ones(1)  # the gradient's rows have the weight's scales
+            grad_x = multiply(codes, w_codes, scale, w_scale, offsets, out_dtype=grad.dtype)
         elif for_x:
             tracer.record(note, "grad_input", grad.dtype)
             grad_x = torch._grouped_mm(grad, weight.values().to(grad.dtype), offs=offsets)

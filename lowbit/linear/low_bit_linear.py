@@ -245,7 +245,7 @@ def _block_gradients(
 ) -> tuple[Tensor | None, Tensor | None]:
     """`low_bit_gradients` where scales are those of blocks, which no product moves into the gradient."""
     fmt = scheme.backward_format
-    codes, scale, codes_t, scale_t = _quantize(
+    codes, scale, codes_t, scale_t = quantized_in_blocks(
         grad, scheme, rows=weight is not None, columns=x is not None
     )
     grad_x = grad_weight = None
@@ -294,13 +294,26 @@ Made = TypeVar("Made", bound=tuple[Tensor, ...])
 _last: tuple[weakref.ref[Tensor], Any, Any] | None = None
 
 
+def quantized_in_blocks(
+    x: Tensor, scheme: Any, *, rows: bool, columns: bool, offsets: Tensor | None = None
+) -> Quantized:
+    """Codes and scales of groups of x [M, K] along its rows, and of its transpose along its columns, those of each
+    expert apart if there are `offsets`."""
+    return kernels.quantize_blocks.quantize_blocks(
+        x,
+        tiles=False,
+        rows=rows,
+        columns=columns,
+        power_of_two=scheme.power_of_two,
+        offsets=offsets,
+    )
+
+
 def _quantize(x: Tensor, scheme: Any, *, rows: bool, columns: bool) -> Quantized:
     """Codes and scales of x [M, K] along its rows, and of its transpose along its columns, in the scheme's forward
-    format, which those of blocks have for gradients too."""
+    format."""
     if scheme.in_blocks:
-        return kernels.quantize_blocks.quantize_blocks(
-            x, tiles=False, rows=rows, columns=columns, power_of_two=scheme.power_of_two
-        )
+        return quantized_in_blocks(x, scheme, rows=rows, columns=columns)
     return kernels.quantize_rowcol.quantize_rowcol(
         x, scheme.forward_format, rows=rows, columns=columns, tensorwise=scheme.one_scale
     )
@@ -338,7 +351,7 @@ def quantized_input(
         x: [..., K], viewed as [M, K].
         scheme: of training.
         rows, columns: True for codes along the rows of x, and along its columns.
-        offsets: the ends of each expert's rows, for `quantize_grouped`, or None.
+        offsets: the ends of each expert's rows, whose columns are quantized apart, or None.
         given: the layer's input, of which x is a cast, or None.
     """
     grouped = None if offsets is None or torch.compiler.is_compiling() else _Same(offsets)
@@ -348,6 +361,8 @@ def quantized_input(
         flat = flat if flat.ndim == 2 else flat.reshape(-1, x.shape[-1])
         if offsets is None:
             return _quantize(flat, scheme, rows=rows, columns=columns)
+        if scheme.in_blocks:
+            return quantized_in_blocks(flat, scheme, rows=rows, columns=columns, offsets=offsets)
         if columns:
             return kernels.quantize_grouped.quantize_grouped(flat, offsets, fmt, rows=rows)
         # rows do not depend on the expert

@@ -163,6 +163,13 @@ class LowbitProducts(TrainingScheme):
         return False
 
     @property
+    def _grouped_refusal(self) -> str | None:
+        """Why products of experts run in high precision; None if they may run in low bits."""
+        if self.one_scale:
+            return "grouped products take a scale a row, and the scheme one a tensor"
+        return None
+
+    @property
     def power_of_two(self) -> bool:
         """True if scales of blocks are powers of two."""
         return False
@@ -187,7 +194,7 @@ class LowbitProducts(TrainingScheme):
         return note + self._note_of_experts(shape)
 
     def _note_of_experts(self, shape: Sequence[int]) -> str:
-        in_high_precision = len(shape) > 2 and (self.one_scale or self.in_blocks)
+        in_high_precision = len(shape) > 2 and self._grouped_refusal is not None
         return "; grouped products in high precision" if in_high_precision else ""
 
     def check(self, weight: Tensor) -> None:
@@ -246,9 +253,8 @@ class LowbitProducts(TrainingScheme):
         rows of each expert, so the decision depends on their mean."""
         if 0 in (m, experts, n, k):
             return "there is nothing to multiply"
-        if self.one_scale or self.in_blocks:
-            kind = "one a tensor" if self.one_scale else "one a block"
-            return f"grouped products take a scale a row, and the scheme {kind}"
+        if self._grouped_refusal is not None:
+            return self._grouped_refusal
         if self.always:
             return None
         if device.type in ("cpu", "meta"):

@@ -25,6 +25,7 @@ PRODUCTS = {
     *("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::convolution"),
     *("aten::_int_mm", "aten::_scaled_mm", "aten::_grouped_mm", "aten::_scaled_grouped_mm"),
     *("lowbit::scaled_mm", "lowbit::block_scaled_mm", "lowbit::grouped_scaled_mm"),
+    "lowbit::grouped_block_mm",
     *("lowbit::linear_output", "lowbit::ternary_mm", "lowbit::weight_linear"),
     *("lowbit::grouped_linear", "lowbit::expert_linear", "lowbit::dynamic_linear"),
 }

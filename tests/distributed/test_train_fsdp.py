@@ -373,6 +373,7 @@ def check_grouped_products(rank, world_size):
     schemes = {
         "int8": train.Int8MixedPrecision(always=True),
         "float8": train.Float8MixedPrecision(always=True),
+        "blocks": train.Float8BlockMixedPrecision(always=True),
         "int8-weight": Int8Weight(True, True, True, always=True),
         "int4-weight": INT4_PRODUCTS,
         "qat": lowbit.Int8WeightOnly(),
@@ -394,7 +395,7 @@ def check_grouped_products(rank, world_size):
                     x = values(grouped.ROWS, grouped.K, seed=rank).requires_grad_()
                     y = m(x, ends)
                     y.square().sum().backward()
-                ran = sum(n for (op, _), n in calls.items() if op == "grouped_scaled_mm")
+                ran = sum(grouped.calls_of(calls).values())
                 assert ran == (0 if name == "qat" else 3), (name, count)
                 results.append((y.detach(), x.grad))
             for own, other in zip(*results, strict=True):

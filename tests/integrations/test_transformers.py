@@ -22,6 +22,7 @@ from tests.integrations.models import (
     qwen3_moe,
 )
 from tests.schemes import relative_error
+from tests.train.test_grouped import calls_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -121,6 +122,7 @@ def test_experts_whose_inputs_are_quantized() -> None:
 TRAINED = {
     "int8": (lb.train.Int8MixedPrecision(always=True), 0.05),
     "float8": (lb.train.Float8MixedPrecision(always=True), 0.15),
+    "blocks": (lb.train.Float8BlockMixedPrecision(always=True), 0.15),
     "int8-weight": (lb.Int8Weight(True, True, True, always=True), 0.05),
     "qat": (lb.Int8WeightOnly(), 1e-5),
 }
@@ -147,9 +149,8 @@ def test_experts_train_through_grouped_products(make, name) -> None:
         for loss in losses:
             loss.backward()
     assert relative_error(losses[0], losses[1]) < bound
-    ran = {name: n for (op, name), n in calls.items() if op == "grouped_scaled_mm"}
-    kind = "float8" if name == "float8" else "int8"
-    assert ran == ({} if name == "qat" else {f"{kind} torch": 6})
+    kinds = {"float8": "float8 torch", "blocks": "torch"}
+    assert calls_of(calls) == ({} if name == "qat" else {kinds.get(name, "int8 torch"): 6})
     wanted = dict(plain.named_parameters())
     for fqn, p in model.named_parameters():
         if name == "qat" and ".experts." in fqn:

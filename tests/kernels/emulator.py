@@ -93,7 +93,7 @@ BLOCKS_FOOTER = """
 extern "C" void emulated(unsigned grid, unsigned threads, const uint64_t *a) {
     emulation::launch(grid, threads, [=] {
         quantize_blocks((const unsigned char *)a[0], a[1], (unsigned char *)a[2], (float *)a[3], (unsigned char *)a[4],
-                        (float *)a[5], a[6], a[7]);
+                        (float *)a[5], a[6], a[7], (const int *)a[8], a[9], a[10]);
     });
 }
 """

@@ -28,9 +28,14 @@ extern "C" void emulated(unsigned grid, const uint64 *m, const uint64 *a) {
 
 
 def _kernel(
-    out: torch.dtype, formats: Formats, ragged: bool, across: int, device: torch.device
+    out: torch.dtype,
+    formats: Formats,
+    ragged: bool,
+    across: int,
+    blocks: bool,
+    device: torch.device,
 ) -> Callable[..., None]:
-    code = grouped_mm_sm90.source(out, formats, ragged, across)
+    code = grouped_mm_sm90.source(out, formats, ragged, across, blocks)
     folder = Path(grouped_mm_sm90.__file__).parents[1]
     names = ("runtime/ptx.cuh", "matmul/mm_tiles_sm90.cuh", "matmul/grouped_mm_sm90.cu")
     ptx, tiles, kernel = ((folder / name).read_text() for name in names)

@@ -120,6 +120,7 @@ def test_clusters_fill_few_rows_and_columns() -> None:
     assert beside(131072, 128, 1536, False) == 2, "an expert has 1,024 rows"
     assert beside(131072, 128, 768, False) == 1, "768 columns are three tiles"
     assert beside(32768, 8, 14336, False) == 1
+    assert beside(32768, 8, 14336, False, blocks=True) == 2, "faster where neither fills anything"
     assert beside(1536, 128, 2048, True) == 1
 
 

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.cases.operands import offsets_of
 from benchmarks.cases.quantize_blocks import CASES, Case
 from lowbit import Float8, PerBlock, PerGroup, Spec
 from lowbit_kernels.matmul.block_scaled_mm import values
@@ -32,7 +33,7 @@ def bytes_of(codes: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("case", SMALL, ids=name_of)
 def test_codes_and_scales_are_those_of_a_spec(case: Case) -> None:
     """To the bit. Scales of groups have the group first; codes of tiles are padded along one dimension only."""
-    x, tiles, rows, columns, power_of_two = case.arguments()
+    x, tiles, rows, columns, power_of_two, _ = case.arguments()
     codes, scale, codes_t, scale_t = OP(x, tiles, rows, columns, power_of_two)
     m, k = x.shape
     if power_of_two or 0 in (m, k):
@@ -53,7 +54,7 @@ def test_codes_and_scales_are_those_of_a_spec(case: Case) -> None:
 
 @pytest.mark.parametrize("case", [c for c in SMALL if c.m * c.k], ids=name_of)
 def test_the_error_is_half_a_step(case: Case) -> None:
-    x, tiles, _, _, power_of_two = case.arguments()
+    x, tiles, _, _, power_of_two, _ = case.arguments()
     codes, scale, codes_t, scale_t = quantize_blocks(x, tiles=tiles, power_of_two=power_of_two)
     for matrix, found, own in ((x, codes, scale), (x.T, codes_t, scale_t)):
         rounded = values(found, own, torch.float64)
@@ -111,8 +112,83 @@ def test_codes_t_is_the_codes_of_the_transpose(m, k, tiles, power_of_two, data) 
 
 
 def results(arguments: tuple) -> tuple:
-    x, tiles, rows, columns, _ = arguments
-    return results_of(*x.shape, tiles, rows, columns)
+    x, tiles, rows, columns, _, offsets = arguments
+    return results_of(x.shape, tiles, rows, columns, None if offsets is None else len(offsets))
+
+
+TOKENS = {
+    "ragged": (5, 130, 0, 256, 1),
+    "beyond": (0, 17, 40),
+    "nobody": (0, 0),
+    "one": (300,),
+}
+STACKS = {"whole": (3, 256, 128), "odd": (2, 131, 257), "two-dimensions": (2, 2, 40, 16)}
+
+
+def of_tokens(name: str, device: str = "cpu", dtype=torch.float32, power_of_two=False) -> tuple:
+    """The arguments for tokens of experts. "beyond" has 20 of none."""
+    m = sum(TOKENS[name]) + 20 * (name in ("beyond", "nobody"))
+    x = torch.randn(m, 700 if name == "one" else 260, device=device).to(dtype)  # two blocks a band
+    return x, False, True, True, power_of_two, offsets_of(TOKENS[name], device)
+
+
+def of_stack(name: str, device: str = "cpu") -> tuple:
+    return torch.randn(STACKS[name], device=device), True, True, True, False, None
+
+
+def assert_by_expert(found: tuple, arguments: tuple, tokens: tuple[int, ...]) -> None:
+    """The codes of each expert's rows alone, at its columns."""
+    x, *_, power_of_two, _ = arguments
+    codes, scale, codes_t, scale_t = found
+    start = place = 0
+    for count in tokens:
+        own, columns = slice(start, start + count), slice(place, place + -(-count // 128) * 128)
+        groups = slice(columns.start // 128, columns.stop // 128)
+        alone = reference(x[own], False, True, True, power_of_two, None)
+        parts = codes[own], scale[:, own], codes_t[:, columns], scale_t[groups]
+        assert_same(tuple(t.contiguous() for t in parts), alone)
+        start, place = start + count, columns.stop
+
+
+def assert_each(found: tuple, arguments: tuple) -> None:
+    """The codes of each matrix of a stack."""
+    x = arguments[0]
+    for i, one in enumerate(x.reshape(-1, *x.shape[-2:])):
+        own = tuple(t.view(-1, *t.shape[-2:])[i] for t in found)
+        assert_same(own, reference(one, True, True, True, False, None))
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("name", TOKENS)
+def test_tokens_of_experts(name: str, power_of_two: bool) -> None:
+    arguments = of_tokens(name, power_of_two=power_of_two)
+    found = OP(*arguments)
+    assert found[2].shape[1] % 128 == 0 and found[3].shape[0] == found[2].shape[1] // 128
+    assert_by_expert(found, arguments, TOKENS[name])
+    torch.library.opcheck(OP.default, arguments)
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_a_stack_of_weights(name: str) -> None:
+    arguments = of_stack(name)
+    assert_each(OP(*arguments), arguments)
+    torch.library.opcheck(OP.default, arguments)
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", TOKENS)
+def test_emulated_tokens(name: str, dtype: torch.dtype) -> None:
+    arguments = of_tokens(name, dtype=dtype, power_of_two=name == "beyond")
+    found = emulator.quantize_blocks(*arguments, results(arguments))
+    assert_by_expert(found, arguments, TOKENS[name])
+
+
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+@pytest.mark.parametrize("name", STACKS)
+def test_emulated_stack(name: str) -> None:
+    arguments = of_stack(name)
+    assert_each(emulator.quantize_blocks(*arguments, results(arguments)), arguments)
 
 
 EMULATED = ("typical", "fp32", "prime-everything", "rows-only", "columns-only", "power-of-two")
@@ -137,7 +213,7 @@ def test_emulated_cuda(case: Case) -> None:
 @pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
 @pytest.mark.parametrize("tiles", [False, True])
 def test_emulated_extreme_values(tiles: bool) -> None:
-    arguments = extreme(), tiles, True, True, False
+    arguments = extreme(), tiles, True, True, False, None
     out = emulator.quantize_blocks(*arguments, results(arguments))
     assert_same(out, reference(*arguments))
 
@@ -152,6 +228,7 @@ def test_operator_is_registered_well(case: Case) -> None:
     [
         (torch.ones(2, 3, dtype=torch.float64), TypeError, r"got torch\.float64"),
         (torch.ones(2, 3, 4), ValueError, r"\[M, K\], got \(2, 3, 4\); flatten"),
+        (torch.ones(3), ValueError, r"got \(3,\)"),
     ],
 )
 def test_wrong_arguments(x: torch.Tensor, error: type[Exception], message: str) -> None:
@@ -184,9 +261,25 @@ def test_cuda_source(case: Case) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("name", TOKENS)
+def test_cuda_tokens(name: str) -> None:
+    arguments = of_tokens(name, "cuda", torch.bfloat16)
+    for _ in range(3):  # the launcher's plan runs later calls
+        assert_by_expert(OP(*arguments), arguments, TOKENS[name])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", STACKS)
+def test_cuda_stack(name: str) -> None:
+    arguments = of_stack(name, "cuda")
+    for _ in range(3):
+        assert_each(OP(*arguments), arguments)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tiles", [False, True])
 def test_cuda_extreme_values(tiles: bool) -> None:
     x = extreme().cuda()
     x[[20, 22]] = 0  # PyTorch's division on a GPU may round subnormal numbers differently
-    assert_same(OP(x, tiles), reference(x, tiles))
+    assert_same(OP(x, tiles), reference(x, tiles, True, True, False, None))
     assert math.isnan(float(OP(x, tiles)[1].sum()))

@@ -95,14 +95,51 @@ def test_convert_gives_the_weight_that_training_multiplied_by(power_of_two):
     assert torch.equal(low[0].weight.master(), weight.dequantize())
 
 
-def test_convert_of_experts():
-    class Experts(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weight = nn.Parameter(values(3, 150, 200, seed=1))
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(values(3, 150, 200, seed=1))
 
+    def forward(self, x, ends):
+        return torch._grouped_mm(x, self.weight.transpose(-2, -1), offs=ends)
+
+
+def is_expert(module, name):
+    return isinstance(module, Experts)
+
+
+@pytest.mark.parametrize("power_of_two", [False, True])
+@pytest.mark.parametrize("stored", [False, True], ids=["float32", "float8"])
+def test_the_recipe_of_experts_in_float64(stored, power_of_two):
+    """Blocks of columns begin with an expert's rows. Training may start from float8."""
+    model, tokens = Experts(), (130, 0, 300)
+    if stored:
+        scheme = lb.Scheme(UE8M0_BLOCK_WEIGHT, UE8M0_BLOCK_ACTIVATION) if power_of_two else STORED
+        lb.quantize_(model, scheme, is_expert)
+    start = model.weight.dequantize() if stored else model.weight.detach().clone()
+    train.prepare_(model, replace(BLOCKS, power_of_two=power_of_two), is_expert)
+    assert torch.equal(model.weight.master(), start)
+    ends = torch.tensor(tokens).cumsum(0).to(torch.int32)
+    x, grad = values(440, 200).requires_grad_(), values(440, 150, seed=3)
+    with launches.counted() as calls:
+        y = model(x, ends)
+        y.backward(grad)
+    assert calls["grouped_block_mm", "torch"] == 3
+    weights = [by_formula(w, 128, 128, power_of_two) for w in start]
+    rows = [by_formula(t.detach(), 1, 128, power_of_two) for t in (x, grad)]
+    wanted = torch.zeros(3, 150, 200, dtype=torch.float64)
+    for e, (end, count) in enumerate(zip(ends.tolist(), tokens, strict=True)):
+        own = slice(end - count, end)
+        assert not count or relative(y[own].detach(), rows[0][own] @ weights[e].t()) < 1e-6
+        assert not count or relative(x.grad[own], rows[1][own] @ weights[e]) < 1e-6
+        of_x, of_grad = (by_formula(t.detach()[own], 128, 1, power_of_two) for t in (x, grad))
+        wanted[e] = of_grad.t() @ of_x
+    assert relative(model.weight.grad, wanted) < 1e-6
+    assert not y[430:].any() and not x.grad[430:].any() and not model.weight.grad[1].any()
+
+
+def test_convert_of_experts():
     model = Experts()
-    is_expert = lambda module, name: isinstance(module, Experts)  # noqa: E731
     low = copy.deepcopy(model)
     train.prepare_(low, BLOCKS, is_expert)
     train.convert_(low)

@@ -30,12 +30,14 @@ FORMATS = {
     "int8": train.Int8MixedPrecision(always=True),
     "float8": train.Float8MixedPrecision(always=True),
     "float8-e5m2": train.Float8MixedPrecision(backward="e5m2", always=True),
+    "blocks": train.Float8BlockMixedPrecision(always=True),
+    "blocks-power-of-two": train.Float8BlockMixedPrecision(always=True, power_of_two=True),
     "int8-stochastic": train.Int8MixedPrecision(stochastic_rounding=True, always=True),
     "int8-weight": Int8Weight(True, True, True, always=True),
     "int4-weight": Int4Weight(24, output=True, grad_input=True, grad_weight=True, always=True),
 }
 LEAST = {"int8": 33, "float8": 24, "float8-e5m2": 19, "int8-stochastic": 28}
-LEAST |= {"int8-weight": 33, "int4-weight": 33}
+LEAST |= {"int8-weight": 33, "int4-weight": 33, "blocks": 24, "blocks-power-of-two": 24}
 """Decibels between a result and the exact one."""
 
 
@@ -81,7 +83,8 @@ def exact(weight: Tensor, x: Tensor, tokens: tuple[int, ...], grad: Tensor) -> d
 
 
 def calls_of(ran: Counter) -> dict[str, int]:
-    return {name: n for (op, name), n in ran.items() if op == "grouped_scaled_mm"}
+    ops = ("grouped_scaled_mm", "grouped_block_mm")
+    return {name: n for (op, name), n in ran.items() if op in ops}
 
 
 @pytest.mark.parametrize("tokens", TOKENS.values(), ids=TOKENS)
@@ -92,8 +95,8 @@ def test_all_three_products(name: str, tokens: tuple[int, ...]) -> None:
     x, grad = values(ROWS, K, seed=2), values(ROWS, N, seed=3)
     with launches.counted() as ran:
         found = outcome(low, x, offsets_of(tokens), grad)
-    kind = "float8" if name.startswith("float8") else "int8"
-    assert calls_of(ran) == {f"{kind} torch": 3}
+    kind = "float8 " if name.startswith("float8") else "int8 "
+    assert calls_of(ran) == {f"{'' if name.startswith('blocks') else kind}torch": 3}
     weight = low.up.dequantize() if name.endswith("weight") else model.up.detach()
     for key, expected in exact(weight, x, tokens, grad).items():
         assert found[key].shape == expected.shape and found[key].dtype == torch.float32
@@ -103,21 +106,21 @@ def test_all_three_products(name: str, tokens: tuple[int, ...]) -> None:
     assert not found["output"][sum(tokens) :].any() and not found["input"][sum(tokens) :].any()
 
 
-@pytest.mark.parametrize("name", ["int8", "float8", "int4-weight"])
+@pytest.mark.parametrize("name", ["int8", "float8", "blocks", "int4-weight"])
 def test_the_weight_is_rounded_once(name: str) -> None:
     """The gradient of the input is that of the codes of the output, but for the rounding of the gradient."""
     low = prepared(Experts(), FORMATS[name])
     codes, scale = low.up.expert_codes()
     codes_t, scale_t = low.up.expert_codes_t()
     assert torch.equal(codes[..., :K].float().mT, codes_t[..., :N].float())
-    assert torch.equal(scale, scale_t)
+    assert torch.equal(scale, scale_t.mT if name == "blocks" else scale_t)
     gathered = as_sent(low.up)
     assert isinstance(gathered, GatheredTensor) == (name != "int4-weight")
     for own, other in zip(gathered.expert_codes_t(), (codes_t, scale_t), strict=True):
         assert torch.equal(own.float(), other.float())
 
 
-@pytest.mark.parametrize("name", ["int8", "float8", "float8-e5m2"])
+@pytest.mark.parametrize("name", ["int8", "float8", "float8-e5m2", "blocks"])
 def test_the_gathered_form_gives_the_same_bits(name: str) -> None:
     low = prepared(Experts(), FORMATS[name])
     x, grad, offsets = values(ROWS, K), values(ROWS, N, seed=3), offsets_of(TOKENS["ragged"])
@@ -154,22 +157,24 @@ def test_the_trace_shows_grouped_products() -> None:
         (FORMATS["int8"], ("int8", "int8", "int8")),
         (FORMATS["float8-e5m2"], ("e4m3", "e5m2", "e5m2")),
         (FORMATS["int8-weight"], ("int8", "int8", "int8")),
+        (FORMATS["blocks"], ("e4m3", "e4m3", "e4m3")),
     ):
         found = trace(prepared(model, scheme), x, offsets)
         products = ("output", "grad_input", "grad_weight")
         expected = {key: {fmt: 1} for key, fmt in zip(products, ran, strict=True)}
         assert ran_in(found, "up") == expected and not reasons(found, "up")
         assert all((p.m, p.n, p.k) == (ROWS, N, K) for p in found.products)
-        assert all("grouped_scaled_mm" in p.implementation for p in found.products)
+        op = "grouped_block_mm" if scheme.in_blocks else "grouped_scaled_mm"
+        assert all(op in p.implementation for p in found.products)
     plain = prepared(model, train.Int8MixedPrecision(always=True, output=True))
     assert "grouped_scaled_mm" in str(trace(plain, x, offsets))
     tensorwise = prepared(model, train.Float8MixedPrecision(tensorwise=True, always=True))
     assert reasons(trace(tensorwise, x, offsets), "up") == {
         "grouped products take a scale a row, and the scheme one a tensor"
     }
-    blocks = prepared(model, train.Float8BlockMixedPrecision(always=True))
-    assert reasons(trace(blocks, x, offsets), "up") == {
-        "grouped products take a scale a row, and the scheme one a block"
+    microscaled = prepared(model, train.MXFP8MixedPrecision(always=True))
+    assert reasons(trace(microscaled, x, offsets), "up") == {
+        "grouped products take no scales of 32 elements"
     }
     # torch's grouped product takes contiguous gradients only
     trace(Experts(), x.detach().float().requires_grad_(), offsets)
@@ -183,6 +188,14 @@ def test_which_sizes_gain() -> None:
     assert "too small to gain" in scheme.grouped_plain_because(cuda, 131072, 8, 256, 4096)
     assert scheme.grouped_plain_because(cuda, 0, 8, 4096, 4096) == "there is nothing to multiply"
     assert scheme.least_experts.gains(32768, 8, 14336, 4096)
+    least = train.Float8BlockMixedPrecision().least_experts  # as measured on an H200
+    gain = {
+        (32768, 8, 14336, 4096): True,
+        (32768, 8, 4096, 14336): True,
+        (65536, 32, 2880, 2880): True,
+    }
+    gain |= {(131072, 128, 1536, 2048): False, (131072, 128, 2048, 768): False}
+    assert {sizes: least.gains(*sizes) for sizes in gain} == gain
     assert scheme.obstacle((128, 1536, 2048), ["other"]) is None
     assert "too small" in scheme.obstacle((128, 256, 2048), ["other"])
 
@@ -195,7 +208,7 @@ def test_experts_may_gain_exactly_where_enough_rows_gain() -> None:
     assert True in found and False in found
 
 
-@pytest.mark.parametrize("name", ["int8", "float8", "int8-weight"])
+@pytest.mark.parametrize("name", ["int8", "float8", "blocks", "int8-weight"])
 def test_compiled_without_a_break_or_recompilation(name: str) -> None:
     """20 steps of changing token counts, of which the graph knows nothing; then other numbers of rows."""
     torch._dynamo.reset()

@@ -66,15 +66,14 @@ def block_scaled_mm(
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
     """a @ b.T with the scales of groups or tiles; see the module's docstring."""
-    return _dequantized_product(torch.float64, a, b, a_scale, b_scale, bias, out_dtype)
+    return product(torch.float64, a, b, a_scale, b_scale, bias, out_dtype)
 
 
 reference = block_scaled_mm.reference
 
 
-def _dequantized_product(
-    dtype: torch.dtype, a, b, a_scale, b_scale, bias, out_dtype: torch.dtype
-) -> Tensor:
+def product(dtype: torch.dtype, a, b, a_scale, b_scale, bias, out_dtype: torch.dtype) -> Tensor:
+    """The product of the dequantized operands in `dtype`."""
     with torch.autocast(a.device.type, enabled=False):
         out = values(a, a_scale, dtype) @ values(b, b_scale, dtype).T
     return (out if bias is None else out + bias.to(dtype)).to(out_dtype)
@@ -90,7 +89,7 @@ def values(codes: Tensor, scale: Tensor, dtype: torch.dtype = torch.float32) -> 
     return (groups * scale.to(dtype).t().unsqueeze(2)).flatten(1)
 
 
-_by_torch = functools.partial(_dequantized_product, torch.float32)
+_by_torch = functools.partial(product, torch.float32)
 
 
 def runs_on(device: torch.device) -> bool:

@@ -34,6 +34,15 @@ def counts(offsets: Tensor, tokens: int) -> Tensor:
     return ends.diff(prepend=ends.new_zeros(1))
 
 
+def places(offsets: Tensor, tokens: int, width: int) -> Tensor:
+    """The column of each token, int64 [M]; `width` for those that no expert has."""
+    found = counts(offsets, tokens)
+    ends, token = found.cumsum(0), torch.arange(tokens, device=offsets.device)
+    owner = torch.searchsorted(ends, token, right=True)  # `experts` where no expert has it
+    shift = torch.cat([starts(found) - ends + found, found.new_zeros(1)])[owner]
+    return torch.where(owner < len(found), token + shift, width)
+
+
 def starts(counts: Tensor) -> Tensor:
     """The first column of each expert, int64 [E]."""
     padded = (counts + STEP - 1) // STEP * STEP

@@ -1,4 +1,4 @@
-// The products of grouped_scaled_mm on sm_90a, over all experts in one launch, of int8 or float8.
+// The products of grouped_scaled_mm and grouped_block_mm on sm_90a, over all experts in one launch, of int8 or float8.
 //
 // grouped_mm_sm90.py compiles this file once for each combination of
 //   OUT                BF16, FP16 or FP32
@@ -7,8 +7,10 @@
 //                      1: the columns of a and b do:        out[e] = a[:, columns of e] @ b[:, columns of e].T
 //   BESIDE             tiles of a cluster that lie beside each other: 1 or 2
 //   STAGES             stages of the ring
+//   BLOCKS             grouped_block_mm: the sums of each step have scales
 // with TILE_N 256 and BIAS NONE, and puts ptx.cuh, sm90.cuh, `multiply`, the wgmma instruction, and mm_tiles_sm90.cuh
-// before it.
+// before it. With BLOCKS `multiply` has 128 columns, so that a
+// thread has registers for the sums of a tile and of a step's half.
 //
 // Blocks are persistent, as in scaled_mm_sm90.cu. Only the device knows how many rows each expert has. So each thread that
 // needs the next tile walks over the offsets, from the expert of its last tile on. A tile belongs to one expert. The TMA
@@ -113,10 +115,62 @@ DEVICE void store_zeros(unsigned char *to, long long pitch, int rows, int bytes)
         if (i % CHUNKS * 16 < bytes) *(uint4 *)(to + i / CHUNKS * pitch + i % CHUNKS * 16) = make_uint4(0, 0, 0, 0);
 }
 
+#if BLOCKS
+static constexpr int PARTS = TILE_N / 128, PART = 64;  // of 128 columns, with so many sums
+
+// The scales of a step: of two rows; of each part's columns, or of the thread's column in it if RAGGED.
+struct StepScales { float row[2], column[PARTS]; };
+
+// The scaled sums of 64 rows of a tile over `steps` steps, at least one. While one warpgroup adds products to its sums,
+// the other multiplies. If RAGGED, scales of columns pass through shared memory, in two places by turns.
+template <typename Load>
+DEVICE void accumulate_blocks(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps,
+                              const Load &load) {
+    const int group = threadIdx.x / 128, thread = threadIdx.x % 128, pair = threadIdx.x % 4 * 2;
+    StepScales next = load();
+#pragma unroll
+    for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+    for (int step = 0; step < steps; ++step, ring.advance()) {
+        const StepScales own = next;
+        barrier_wait(shared_address(&shared.full[ring.slot]), ring.parity);
+        const uint32 stage = shared_address(shared.stage[ring.slot]), a = operand(stage + group * 64 * TILE_K);
+#pragma unroll
+        for (int part = 0; part < PARTS; ++part) {
+            const uint32 b = operand(stage + A_BYTES + part * 128 * TILE_K);
+            SUM found[PART];
+            product_fence();
+#pragma unroll
+            for (int k = 0; k < TILE_K / 32; ++k) multiply(found, a + 2 * k, b + 2 * k, k > 0);
+            product_commit();
+            if (part == 0 && step + 1 < steps) next = load();  // arrives while this step is multiplied
+            float *place = shared.scale[group] + part * 128;
+            if constexpr (RAGGED) {
+                place[thread] = own.column[part];
+                named_barrier_sync(1 + group, 128);
+            }
+            product_wait<0>();
+#pragma unroll
+            for (int i = 0; i < PART; ++i) in_use(found[i]);
+            if (part == PARTS - 1) release(shared, ring.slot);
+            const float all = RAGGED ? 1.0f : own.column[part], row[2] = {own.row[0] * all, own.row[1] * all};
+#pragma unroll
+            for (int i = 0; i < PART; i += 4) {  // 8 columns, of which the thread has two
+                float2 column = {1.0f, 1.0f};
+                if constexpr (RAGGED) column = *(const float2 *)&place[i * 2 + pair];
+                SUM *to = sums + part * PART + i;
+                to[0] += found[i] * (row[0] * column.x), to[1] += found[i + 1] * (row[0] * column.y);
+                to[2] += found[i + 2] * (row[1] * column.x), to[3] += found[i + 3] * (row[1] * column.y);
+            }
+        }
+    }
+    if constexpr (RAGGED) named_barrier_sync(1 + group, 128);  // store_sums writes to these places
+}
+#endif
+
 // Scales of rows: one for each row of a, for each expert if RAGGED. Scales of columns: one for each row of b and expert;
-// if b_scales is 0, one for all.
-DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result, int pitch, const float *a_scale,
-                    const float *b_scale, int b_scales, const Shape &shape, uint32 rank) {
+// if b_scales is 0, one for all. With BLOCKS those of grouped_block_mm.
+DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result, int pitch,
+                    const float *a_scale, const float *b_scale, int b_scales, const Shape &shape, uint32 rank) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128;
     const int own = group * 64 + thread / 32 * 16 + thread % 32 / 4;
     Schedule schedule(shape);
@@ -128,6 +182,27 @@ DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result,
             store_zeros(result + first * pitch + column * OUT_SIZE, pitch, rows, pitch - column * OUT_SIZE);
             continue;
         }
+        SUM sums[SUMS];
+#if BLOCKS
+        const float row_scale[2] = {1.0f, 1.0f};
+        float column_scale[COLUMN_SCALES];
+#pragma unroll
+        for (int i = 0; i < COLUMN_SCALES; ++i) column_scale[i] = 1.0f;
+        const int of = column + (RAGGED ? thread : 0), tiles = (shape.n + 127) / 128;
+        const long long start = schedule.k() / TILE_K, tile = (long long)schedule.expert * tiles + column / 128;
+        const float *of_rows = a_scale + start * shape.m + schedule.a_row() + own;
+        const float *of_columns = b_scale + (RAGGED ? start * shape.n + of : tile * schedule.steps);
+        accumulate_blocks(shared, ring, sums, schedule.steps, [&] {
+            StepScales found;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) found.row[i] = own + i * 8 < schedule.height ? of_rows[i * 8] : 0.0f;
+#pragma unroll
+            for (int i = 0; i < PARTS; ++i)
+                found.column[i] = of + i * 128 < shape.n ? of_columns[RAGGED ? i * 128 : i * schedule.steps] : 0.0f;
+            of_rows += shape.m, of_columns += RAGGED ? shape.n : 1;
+            return found;
+        });
+#else
         // Loads the scales early, so that they arrive while the product runs.
         float row_scale[2], column_scale[COLUMN_SCALES];
 #pragma unroll
@@ -138,8 +213,8 @@ DEVICE void consume(Shared &shared, const TensorMap &out, unsigned char *result,
             const int at = column + i * 128 + thread;
             column_scale[i] = at < shape.n ? b_scale[b_scales ? (long long)schedule.expert * shape.n + at : 0] : 0.0f;
         }
-        SUM sums[SUMS];
         accumulate(shared, ring, sums, schedule.steps);
+#endif
         if (rows <= 0) continue;
         // Plain stores join no group of the TMA's, and so store_sums would not wait for those of the previous tile.
         if (thread == 0 && rows < 64) store_wait<0>();
@@ -173,11 +248,11 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(THR
     let_next_start();
 
     if (threadIdx.x >= GROUPS * 128) {
-        give_registers<56>();
+        give_registers<BLOCKS ? 40 : 56>();
         if (threadIdx.x == GROUPS * 128) produce(shared, a, b, shape, rank);
         __syncwarp();
     } else {
-        take_registers<224>();
+        take_registers<BLOCKS ? 232 : 224>();
         consume(shared, out, result, pitch, a_scale, b_scale, b_scales, shape, rank);
         __syncwarp();
     }

@@ -40,7 +40,8 @@ DEVICE void release(Shared &shared, int slot) {
 }
 
 // The sums of 64 rows of a tile over `steps` steps, at least one.
-DEVICE void accumulate(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps) {
+template <int N>
+DEVICE void accumulate(Shared &shared, Ring &ring, SUM (&sums)[N], int steps) {
     const int group = threadIdx.x / 128;
     int before = 0;
     for (int step = 0; step < steps; ++step, ring.advance()) {

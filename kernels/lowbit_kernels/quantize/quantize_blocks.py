@@ -24,6 +24,17 @@ Tiles (``tiles=True``), for weights:
 Both products of a weight then see the same rounded weight. A pair that is not requested (`rows`, `columns`) comes back
 as [0, 0], [0, 0].
 
+Weights may be a stack [..., M, K] of matrices, such as experts: all results then have these dimensions first.
+
+With `offsets` (int32 [E]) the rows of x are tokens, sorted by expert, and offsets holds the end of each expert's, as
+for `grouped_scaled_mm`. Groups of codes_t then lie within an expert:
+
+    codes_t[k, place(m)]    the columns of experts as `grouped_columns` places them, float8_e4m3fn [K, P]
+    scale_t                 float32 [P/128, K], where P is its `width` rounded up to a multiple of 128
+
+Columns of codes_t and their scales after the last expert's, and the codes and scales of rows that no expert has, have
+any values.
+
 x is float32, bfloat16 or float16 with any strides. No scale is smaller than 2**-126. Codes and scales are bit for bit
 those of ``lowbit``'s `Spec` with the same blocks. A group with a NaN or an infinity has scale NaN and codes 0, so that
 its products are NaN. ``power_of_two`` rounds each scale up to a power of two, as float8_e8m0fnu (UE8M0) stores it.
@@ -35,10 +46,13 @@ tile once: on an H200 it moves 4 bytes for each 16-bit element and two codes at 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lowbit_kernels.matmul import grouped_columns
 from lowbit_kernels.quantize import quantize_blocks_sm90
 from lowbit_kernels.quantize.quantize_rowcol import Result, encode
 from lowbit_kernels.runtime import nvrtc
@@ -52,19 +66,47 @@ SMALLEST_SCALE = 2.0**-126
 
 
 @op(
-    "allocate(x, tiles, rows, columns)",
+    "allocate(x, tiles, rows, columns, offsets)",
     planned=True,
-    x="float [M, K]; flatten leading dimensions first",
+    x="float [..., M, K]",
+    offsets="int32 [E]",
+    rules={
+        "tiles or x.dim() == 2": (
+            "without tiles x must be [M, K], got {tuple(x.shape)}; flatten leading dimensions first"
+        ),
+        "offsets is None or not tiles": "offsets are for groups, tiles=False; leave them out",
+    },
 )
 def quantize_blocks(
-    x: Tensor, *, tiles: bool, rows: bool = True, columns: bool = True, power_of_two: bool = False
+    x: Tensor,
+    *,
+    tiles: bool,
+    rows: bool = True,
+    columns: bool = True,
+    power_of_two: bool = False,
+    offsets: Tensor | None = None,
 ) -> Result:
     """codes, scale, codes_t, scale_t; see the module's docstring."""
-    m, k = x.shape
+    *stack, m, k = x.shape
+    out = allocate(x, tiles, rows, columns, offsets)
+    if offsets is not None:
+        width = out[2].shape[1] if columns else 0
+        spread = x.new_zeros((width + 1, k))
+        if columns:
+            spread.index_copy_(0, grouped_columns.places(offsets, m, width), x)
+        codes, scale, _, _ = reference(x, False, rows, False, power_of_two, None)
+        of_columns = reference(spread[:width], False, False, columns, power_of_two, None)
+        return codes, scale, *of_columns[2:]
+    if stack:
+        for i, one in enumerate(x.flatten(0, -3)):
+            alone = reference(one, tiles, rows, columns, power_of_two, None)
+            for to, found in zip(out, alone, strict=True):
+                if found.numel():
+                    to.view(-1, *found.shape)[i].view(torch.uint8).copy_(found.view(torch.uint8))
+        return out
     # [M'/128, 128, K'/128, 128]: the padding of zeros changes no maximum
     blocks = F.pad(x.to(torch.float32), (0, -k % BLOCK, 0, -m % BLOCK))
     blocks = blocks.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK))
-    out = allocate(x, tiles, rows, columns)
     for wanted, at, within in ((rows, 0, (3,)), (columns, 2, (1,))):
         if not wanted:
             continue
@@ -104,31 +146,39 @@ def blocks_of(size: int) -> int:
 
 
 def results_of(
-    m: int, k: int, tiles: bool, rows: bool, columns: bool
+    shape: Sequence[int], tiles: bool, rows: bool, columns: bool, experts: int | None = None
 ) -> tuple[Buffer, Buffer, Buffer, Buffer]:
-    """codes, scale, codes_t and scale_t for x [m, k]."""
+    """codes, scale, codes_t and scale_t for x [..., m, k]; `experts`: of the tokens, or None."""
     found: list[Buffer] = []
-    for wanted, across, along in ((rows, m, k), (columns, k, m)):
+    *stack, m, k = shape
+    columns_t = m if experts is None else grouped_columns.width(m, experts)
+    for wanted, across, along in ((rows, m, k), (columns, k, columns_t)):
         groups = blocks_of(along)
         codes, scale = (across, groups * BLOCK), (groups, across)
         if tiles:
             scale = (blocks_of(across), groups)
-        found.append(Buffer(codes if wanted else (0, 0), E4M3))
-        found.append(Buffer(scale if wanted else (0, 0), torch.float32))
+        found.append(Buffer((*stack, *codes) if wanted else (0, 0), E4M3))
+        found.append(Buffer((*stack, *scale) if wanted else (0, 0), torch.float32))
     return found[0], found[1], found[2], found[3]
 
 
-def allocate(x: Tensor, tiles: bool, rows: bool, columns: bool) -> Result:
+def allocate(
+    x: Tensor, tiles: bool, rows: bool, columns: bool, offsets: Tensor | None = None
+) -> Result:
     """Uninitialised results."""
-    m, k = x.shape
-    codes, scale, codes_t, scale_t = results_of(m, k, tiles, rows, columns)
+    experts = None if offsets is None else offsets.shape[0]
+    codes, scale, codes_t, scale_t = results_of(x.shape, tiles, rows, columns, experts)
     return codes.empty(x), scale.empty(x), codes_t.empty(x), scale_t.empty(x)
 
 
 @quantize_blocks.kernel
-def _launch(x, tiles, rows, columns, power_of_two) -> Result | None:
+def _launch(x, tiles, rows, columns, power_of_two, offsets) -> Result | None:
     if x.numel() and (rows or columns) and nvrtc.runs_on_hopper(x.device):
         ran("quantize_blocks", "sm90")
-        results = results_of(x.shape[0], x.shape[1], tiles, rows, columns)
-        return quantize_blocks_sm90.quantize(x, tiles, rows, columns, power_of_two, results)
+        # rows do not depend on the expert
+        experts = offsets.shape[0] if columns and offsets is not None else None
+        results = results_of(x.shape, tiles, rows, columns, experts)
+        return quantize_blocks_sm90.quantize(
+            x, tiles, rows, columns, power_of_two, offsets, results
+        )
     return None

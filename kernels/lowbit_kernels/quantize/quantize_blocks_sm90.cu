@@ -5,6 +5,7 @@
 //   TILES              a scale for each tile
 //   ROWS, COLUMNS      which copies are written
 //   POWER_OF_TWO       scales are rounded up to powers of two
+//   TOKENS             rows are those of experts, and each expert's begin with a new tile
 //   ALIGNED            rows begin at multiples of 16 bytes
 // and puts quantize_rowcol_sm90.cu before it, whose loads, codes and transposed stores it uses.
 //
@@ -18,8 +19,9 @@ DEVICE Scale block_scale(uint32 largest) {
     return {-value, divide_exactly(1.0f, value)};
 }
 
-// Writes the scales of the tile to shared memory and to the results. Returns whether the tile holds a NaN or an infinity.
-DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at, const Part &part) {
+// Writes the scales of the tile to shared memory and to the results; those of a group index are `m` apart. Returns
+// whether the tile holds a NaN or an infinity.
+DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at, const Part &part, long long m) {
     const int i = threadIdx.x % TILE;
     const bool of_row = threadIdx.x < TILE;
     const long long across = at.column / TILE, down = at.row / TILE;
@@ -40,7 +42,7 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
         const uint32 largest = largest_of_line(job, shared, at, part);
         const long long to = (of_row ? at.row : at.column) + i, end = of_row ? job.m : job.k;
         if (of_row ? ROWS : COLUMNS) own = block_scale(largest);
-        if ((of_row ? ROWS : COLUMNS) && to < end) (of_row ? job.scale + across * job.m : job.scale_t + down * job.k)[to] = shown(own);
+        if ((of_row ? ROWS : COLUMNS) && to < end) (of_row ? job.scale + across * m : job.scale_t + down * job.k)[to] = shown(own);
     }
     (of_row ? shared.row[i] : shared.column[spread(i)]) = own;
     return __syncthreads_or(own.inverse == 0.0f);
@@ -48,18 +50,48 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
 
 DYNAMIC_SHARED(tile_memory);
 
-// One block per tile. Codes have k128 (m128) columns: k (m) rounded up to a multiple of 128.
+static constexpr int EACH = 4;  // tiles of a block beside each other, with TOKENS, so that fewer blocks walk
+
+// One block per tile, or for EACH. Codes have k128 (m128) columns: k (m) rounded up to a multiple of 128. With TILES, x is a stack
+// of matrices m x k. With TOKENS, codes_t has `columns_t` columns, and those of an expert follow the tiles of the
+// others (grouped_columns.py); blocks beyond have no tile.
 extern "C" __global__ void __launch_bounds__(THREADS)
     quantize_blocks(const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,
-                    float *scale_t, long long m, long long k) {
+                    float *scale_t, long long m, long long k, const int *offsets, long long experts,
+                    long long columns_t) {
     Job job = {};
     job.x = x, job.stride = stride, job.m = m, job.k = k;
     job.codes = codes, job.scale = scale, job.codes_t = codes_t, job.scale_t = scale_t;
     job.columns_t = (m + TILE - 1) / TILE * TILE;
+    long long tile = blockIdx.x, first = 0, last = 1;  // of the tiles of this block
+    const long long across = job.tiles_across(), down = (m + TILE - 1) / TILE;
+    if constexpr (TILES) {
+        const long long own = tile / (down * across);
+        tile -= own * down * across;
+        job.x += own * m * stride * SIZE, job.codes += own * m * across * TILE, job.scale += own * down * across;
+        job.codes_t += own * k * down * TILE, job.scale_t += own * down * across;
+    }
+    if constexpr (TOKENS) {
+        int start = 0, end = 0, place = 0, next = 0;  // in rows, and in tiles
+        const long long bands = (across + EACH - 1) / EACH, band = tile / bands;
+        first = tile % bands * EACH, last = min(first + EACH, across);
+        for (int e = 0; next <= band; ++e) {
+            if (e == experts) return;
+            start = end, place = next;
+            end = min(max(__ldg(offsets + e), start), (int)m);
+            next += (end - start + TILE - 1) / TILE;
+        }
+        tile = (band - place) * across + first;
+        job.x += start * stride * SIZE, job.codes += start * across * TILE, job.scale += start;
+        job.codes_t += place * TILE, job.scale_t += place * k, job.columns_t = columns_t, job.m = end - start;
+    }
     Shared &shared = *(Shared *)tile_memory;
-    const Position at(job, blockIdx.x);
-    Part part;
-    fetch(job, blockIdx.x, part);
-    if (find_block_scales(job, shared, at, part)) clear_infinities(part);
-    store_codes(job, shared, Draws(job), at, part, job.tiles_across() * TILE);
+    for (; first < last; ++first, ++tile) {
+        const Position at(job, tile);
+        Part part;
+        fetch(job, tile, part);
+        if (find_block_scales(job, shared, at, part, m)) clear_infinities(part);
+        store_codes(job, shared, Draws(job), at, part, across * TILE);
+        if (TOKENS) __syncthreads();  // the next tile writes to the same shared memory
+    }
 }

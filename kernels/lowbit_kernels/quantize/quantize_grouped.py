@@ -70,9 +70,9 @@ def quantize_grouped(
     (m, k), experts = x.shape, offsets.shape[0]
     codes, scale, codes_t, scale_t = allocate(x, offsets, format, rows, columns)
     values, counts = x.to(torch.float32), grouped_columns.counts(offsets, m)
-    ends = counts.cumsum(0)
     row = torch.arange(m, device=x.device)
-    owner = torch.searchsorted(ends, row, right=True)  # `experts` for rows that no expert has
+    # `experts` for rows that no expert has
+    owner = torch.searchsorted(counts.cumsum(0), row, right=True)
     if rows:
         factored = values
         if row_factor is not None:
@@ -86,9 +86,7 @@ def quantize_grouped(
         draws = None if seed is None else draws_of(m, k, seed)
         own = encode(values, scale_all[owner], format, draws)
         width = codes_t.shape[1]
-        first = torch.cat([grouped_columns.starts(counts), counts.new_full((1,), width)])
-        before = torch.cat([ends - counts, ends[-1:] if experts else counts.new_zeros(1)])
-        place = torch.where(owner < experts, first[owner] + row - before[owner], width)
+        place = grouped_columns.places(offsets, m, width)
         spread = own.new_zeros((width + 1, k)).view(torch.uint8)
         spread.index_copy_(0, place, own.view(torch.uint8))
         codes_t = spread[:width].T.contiguous().view(own.dtype)

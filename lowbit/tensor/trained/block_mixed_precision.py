@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import lowbit_kernels as kernels
-from lowbit.linear.low_bit_linear import Codes, transposed
+from lowbit.linear.low_bit_linear import Codes
 from lowbit.numerics.blocks import crop
 from lowbit.numerics.packing import as_bytes
 from lowbit.numerics.scale_format import E8M0
 from lowbit.schemes.mixed_precision import BLOCK, Float8BlockMixedPrecision
-from lowbit.tensor.core import Gather, InnerShapes, LowbitTensor, Wire
+from lowbit.tensor.core import Gather, InnerShapes, LowbitTensor, Wire, stored_shape
 from lowbit.tensor.frozen import Float8Tensor
 from lowbit.tensor.trained.mixed_precision import MixedPrecisionTensor
 
@@ -29,18 +29,18 @@ class BlockCodes:
     K/128]. Where shards do not hold whole blocks, the weight itself travels."""
 
     tensor_attrs: ClassVar[tuple[str, ...]] = ("codes", "scale")
-    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme",)
+    meta_attrs: ClassVar[tuple[str, ...]] = ("scheme", "transposed")
 
     @staticmethod
     def encode(shard: Any, gather: Gather) -> Wire | None:
         whole_blocks = len(gather.shape) > 2 or gather.shape[0] % (BLOCK * gather.ranks) == 0
         if not (whole_blocks and shard.scheme.gathers_codes(shard.weight) and shard.numel()):
             return None
-        codes, scale = shard.stacked_codes()
+        codes, scale = shard.row_codes()
         return Wire(shard.gathered, {"codes": codes, "scale": scale})
 
     def inner_shapes(self: Any, shape: Sequence[int]) -> InnerShapes:
-        *experts, n, k = shape
+        *experts, n, k = stored_shape(self, shape)
         blocks = (-(-n // BLOCK), -(-k // BLOCK))
         return {
             "codes": ((*experts, n, blocks[1] * BLOCK), self.codes.dtype),
@@ -65,10 +65,12 @@ class BlockCodes:
         return self.codes, self.scale
 
     def transposed_codes(self: Any, after: Tensor | None = None) -> Codes:
-        codes = self.codes
-        if extra := -self.shape[0] % BLOCK:
+        codes, (n, k) = self.codes, self.shape[-2:]
+        if extra := -n % BLOCK:
             codes = F.pad(as_bytes(codes), (0, 0, 0, extra)).view(codes.dtype)
-        return transposed(codes, self.shape[1], after), self.scale.t().contiguous()
+        stack = codes if codes.dim() == 3 else codes.unsqueeze(0)
+        turned = kernels.transpose_codes.transpose_codes(stack, k, after)
+        return turned.view(*self.shape[:-2], *turned.shape[1:]), self.scale.mT.contiguous()
 
     def _slice(self: Any, dim: int, start: int, end: int) -> Any:
         size = self.shape[dim]
@@ -94,33 +96,34 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor, codec=BlockCodes):
     scheme: Float8BlockMixedPrecision
 
     def row_codes(self) -> Codes:
-        """The weight [N, K] as the output's product reads it: codes [N, K128] and the scales of tiles."""
-        codes, scale, _, _ = self._quantize(self.weight, columns=False)
+        """The weight [..., N, K] as the output's product reads it: codes [..., N, K128] and the scales of tiles."""
+        codes, scale, _, _ = self._quantize(rows=True)
         return codes, scale
 
     def transposed_codes(self, after: Tensor | None = None) -> Codes:
-        """The weight [N, K] as the product for the input's gradient reads it: codes [K, N128] and the scales of
-        tiles."""
-        _, _, codes, scale = self._quantize(self.weight, rows=False)
+        """The weight [..., N, K] as the product for the input's gradient reads it: codes [..., K, N128] and the scales
+        of tiles."""
+        _, _, codes, scale = self._quantize(rows=False)
         return codes, scale
 
-    def _quantize(self, weight: Tensor, **copies: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _quantize(self, rows: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        own, power_of_two = self.weight, self.scheme.power_of_two
         return kernels.quantize_blocks.quantize_blocks(
-            weight, tiles=True, power_of_two=self.scheme.power_of_two, **copies
+            own, tiles=True, rows=rows, columns=not rows, power_of_two=power_of_two
         )
 
     def stacked_codes(self) -> Codes:
-        """`row_codes` of each expert [..., N, K]."""
-        if self.weight.ndim == 2:
-            return self.row_codes()
-        pairs = [self._quantize(expert, columns=False)[:2] for expert in self.weight]
-        codes, scale = zip(*pairs, strict=True)
-        stacked = torch.stack([as_bytes(one) for one in codes])
-        return stacked.view(codes[0].dtype), torch.stack(scale)
+        """`row_codes`."""
+        return self.row_codes()
+
+    expert_codes = stacked_codes
+
+    def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
+        return self.transposed_codes(after)
 
     def frozen(self) -> Float8Tensor:
         """The weight for inference: the codes that the output's product reads."""
-        codes, scale = self.stacked_codes()
+        codes, scale = self.row_codes()
         padded = F.pad(as_bytes(codes), (0, 0, 0, -self.shape[-2] % BLOCK)).view(codes.dtype)
         spec, activation = self.scheme.stored
         if isinstance(spec.scales, E8M0):

@@ -1,0 +1,221 @@
+"""grouped_block_mm: every implementation against float64, expert by expert."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from benchmarks.cases.operands import offsets_of
+from lowbit_kernels.matmul import block_scaled_mm, grouped_columns, grouped_mm_sm90
+from lowbit_kernels.matmul.grouped_block_mm import grouped_block_mm, reference
+from lowbit_kernels.quantize.quantize_blocks import quantize_blocks
+from lowbit_kernels.runtime import launches, nvrtc
+from tests.kernels import grouped_mm_emulator
+from tests.kernels.compiled_on_cpu import COMPILER
+from tests.kernels.test_scaled_mm import ROUNDING
+
+OP = torch.ops.lowbit.grouped_block_mm
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    tokens: tuple[int, ...]  # of each expert
+    n: int
+    k: int
+    beyond: int = 0  # tokens that belong to no expert
+    out_dtype: torch.dtype = torch.bfloat16
+    power_of_two: bool = False
+
+    def arguments(self, product: str, device: str = "cpu") -> tuple:
+        """a, b, a_scale, b_scale, offsets, out_dtype of a product, quantized from normal numbers. Blocks have unlike
+        sizes, so that a scale of another one is seen."""
+        generator = torch.Generator().manual_seed(len(self.tokens) * self.n + self.k)
+        m, experts = sum(self.tokens) + self.beyond, len(self.tokens)
+
+        def normals(*shape: int) -> torch.Tensor:
+            found = torch.randn(shape, generator=generator)
+            sizes = torch.rand([-(-size // 64) for size in shape], generator=generator) * 4 - 2
+            for dim, size in enumerate(shape):
+                sizes = sizes.repeat_interleave(64, dim).narrow(dim, 0, size)
+            return (found * torch.exp2(sizes)).to(device)
+
+        offsets = offsets_of(self.tokens, device)
+        options = {"power_of_two": self.power_of_two}
+        x, weight, grad = normals(m, self.k), normals(experts, self.n, self.k), normals(m, self.n)
+        rows = (quantize_blocks(t, tiles=False, offsets=offsets, **options) for t in (x, grad))
+        (x, x_scale, x_t, x_scale_t), (g, g_scale, g_t, g_scale_t) = rows
+        w, w_scale, w_t, w_scale_t = quantize_blocks(weight, tiles=True, **options)
+        operands = {
+            "output": (x, w, x_scale, w_scale),
+            "grad_input": (g, w_t, g_scale, w_scale_t),
+            "grad_weight": (g_t, x_t, g_scale_t, x_scale_t),
+        }
+        return *operands[product], offsets, self.out_dtype
+
+
+CASES = [
+    Case("typical", (5, 17, 1, 9), 48, 64),
+    Case("blocks", (128, 256), 256, 384),
+    Case("empty-experts", (0, 131, 0, 0, 20, 0), 33, 160, out_dtype=torch.float16),
+    Case("one-has-all", (0, 0, 300), 200, 144, power_of_two=True),
+    Case("beyond", (2, 130), 130, 260, beyond=40, out_dtype=torch.float32),
+    Case("nothing-but-beyond", (0, 0), 16, 32, beyond=3),
+    Case("wide", (70, 3, 5), 600, 144, out_dtype=torch.float32),
+    Case("no-tokens", (0, 0), 8, 64),
+    Case("no-columns", (2, 3), 0, 64),
+]
+PRODUCTS = ("output", "grad_input", "grad_weight")
+each = pytest.mark.parametrize("product", PRODUCTS)
+each_case = pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+FULL = [case for case in CASES if case.n and sum(case.tokens) + case.beyond]
+each_full_case = pytest.mark.parametrize("case", FULL, ids=lambda c: c.name)
+
+
+def exact(case: Case, a, b, a_scale, b_scale, offsets, out_dtype) -> torch.Tensor:
+    """The formulas in float64, group by group."""
+    a, b, a_scale, b_scale = (t.cpu().double() for t in (a, b, a_scale, b_scale))
+    ragged, place, start = b.dim() == 2, 0, 0
+    experts = len(case.tokens)
+    out = a.new_zeros((experts, len(a), len(b)) if ragged else (len(a), b.shape[1]))
+    for e, count in enumerate(case.tokens):
+        own = slice(start, start + count)
+        if ragged:
+            for g in range(place // 128, -(-(place + count) // 128)):
+                group = slice(g * 128, g * 128 + 128)
+                out[e] += a[:, group] @ b[:, group].T * a_scale[g][:, None] * b_scale[g]
+        else:
+            for g in range(a.shape[1] // 128):
+                group = slice(g * 128, g * 128 + 128)
+                of_tiles = b_scale[e, :, g].repeat_interleave(128)[: b.shape[1]]
+                out[own] += a[own, group] @ b[e][:, group].T * a_scale[g, own][:, None] * of_tiles
+        start, place = own.stop, place + -(-count // 128) * 128
+    return out
+
+
+def assert_close(out: torch.Tensor, case: Case, arguments: tuple, sums: float = 1e-6) -> None:
+    """In norm, within two roundings to the output dtype and a relative error `sums` of the sums; zeros exactly."""
+    expected = exact(case, *arguments)
+    assert out.shape == expected.shape and out.dtype == case.out_dtype and out.is_contiguous()
+    error = (out.cpu().double() - expected).norm()
+    assert error <= (ROUNDING[case.out_dtype] + sums) * expected.norm()
+    if out.dim() == 3:
+        assert not out[[e for e, count in enumerate(case.tokens) if count == 0]].any()
+    else:
+        assert not out[sum(case.tokens) :].any()
+
+
+@each
+@each_case
+def test_reference_and_cpu(case: Case, product: str) -> None:
+    arguments = case.arguments(product)
+    assert_close(reference(*arguments), case, arguments)
+    with launches.counted() as calls:
+        out = OP(*arguments)
+    empty = 0 in (*out.shape, *arguments[0].shape)
+    assert calls == {("grouped_block_mm", "empty" if empty else "torch"): 1}
+    assert_close(out, case, arguments)
+
+
+EMULATED = {"blocks": 1, "empty-experts": 2, "beyond": 1, "nothing-but-beyond": 2, "wide": 2}
+"""Cases, and the tiles of a cluster that lie beside each other."""
+
+
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("case", [c for c in CASES if c.name in EMULATED], ids=lambda c: c.name)
+@each
+def test_emulated(case: Case, product: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four blocks share all tiles, so that each takes several."""
+    monkeypatch.setattr(grouped_mm_sm90, "beside", lambda *shape: EMULATED[case.name])
+    arguments = case.arguments(product)
+    with grouped_mm_emulator.emulated():
+        out = grouped_mm_sm90.grouped_mm(*arguments, blocks=True)
+    assert_close(out, case, arguments)
+
+
+@each
+def test_one_expert_is_the_dense_product(product: str) -> None:
+    case = Case("one", (200,), 150, 260, out_dtype=torch.float32)
+    a, b, a_scale, b_scale, offsets, dtype = case.arguments(product)
+    if product == "grad_weight":
+        (a, b), groups = (t[:, :256].contiguous() for t in (a, b)), 2
+        a_scale, b_scale = a_scale[:groups], b_scale[:groups]
+        dense = block_scaled_mm.reference(a, b, a_scale, b_scale, None, dtype)
+        assert torch.equal(reference(a, b, a_scale, b_scale, offsets, dtype)[0], dense)
+    else:
+        dense = block_scaled_mm.reference(a, b[0], a_scale, b_scale[0], None, dtype)
+        assert torch.equal(reference(a, b, a_scale, b_scale, offsets, dtype), dense)
+
+
+@each
+def test_nan_stays_in_its_expert_and_rows(product: str) -> None:
+    arguments = list(
+        Case("nan", (130, 0, 200), 40, 256, out_dtype=torch.float32).arguments(product)
+    )
+    a_scale = arguments[2].clone()
+    a_scale[0, 3] = torch.nan
+    arguments[2] = a_scale
+    for out in (OP(*arguments), reference(*arguments)):
+        found = out.isnan()
+        if product == "grad_weight":
+            assert found[0, 3].all() and found.sum() == found[0, 3].numel()
+        else:
+            assert found[3].all() and found.sum() == found[3].numel()
+
+
+@each
+def test_offsets_that_fall_or_exceed_the_rows_stay_inside(product: str) -> None:
+    a, b, a_scale, b_scale, _, dtype = CASES[0].arguments(product)
+    offsets = torch.tensor([9, 4, 1000, 7], dtype=torch.int32)
+    counts = grouped_columns.counts(offsets, a.shape[1] if product == "grad_weight" else len(a))
+    ascending = counts.cumsum(0).int()
+    found = OP(a, b, a_scale, b_scale, offsets, dtype)
+    assert torch.equal(found, OP(a, b, a_scale, b_scale, ascending, dtype))
+
+
+@each
+@pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=lambda c: c.name)
+def test_operator_is_registered_well(case: Case, product: str) -> None:
+    checks = ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    torch.library.opcheck(OP.default, case.arguments(product), test_utils=checks)
+
+
+ROWS = CASES[0].arguments("output")
+COLUMNS = CASES[0].arguments("grad_weight")
+REFUSED = {
+    "b as [E, K, N]": (ROWS, {1: ROWS[1].mT}, ValueError, "pass b transposed"),
+    "K": (ROWS, {0: ROWS[0][:, :64], 1: ROWS[1][..., :64]}, ValueError, "multiple of 128, got 64"),
+    "int8": (ROWS, {0: ROWS[0].view(torch.int8)}, TypeError, "got torch.int8"),
+    "offsets of others": (ROWS, {4: ROWS[4][1:]}, ValueError, r"shape \(4,\)"),
+    "a scale a row": (ROWS, {2: ROWS[2][0]}, ValueError, r"a_scale .* got \(32,\)"),
+    "scales of rows of b": (ROWS, {3: ROWS[3][..., 0]}, ValueError, r"b_scale must .* \(4, 1, 1\)"),
+    "of other columns": (COLUMNS, {3: COLUMNS[3][1:]}, ValueError, r"b_scale must .* \(5, 64\)"),
+    "out": (ROWS, {5: torch.float64}, TypeError, "out_dtype of .*, got torch.float64"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refusals(name: str) -> None:
+    given, changes, error, message = REFUSED[name]
+    *tensors, dtype = (changes.get(i, part) for i, part in enumerate(given))
+    with pytest.raises(error, match=message):
+        grouped_block_mm(*tensors, out_dtype=dtype)
+
+
+# ---- on a GPU ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("across", [1, 2])
+@each
+@each_full_case
+def test_cuda(case: Case, product: str, across: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grouped_mm_sm90, "beside", lambda *shape: across)
+    arguments = case.arguments(product, "cuda")
+    for _ in range(2):  # the launcher's plan runs the second call
+        assert_close(OP(*arguments), case, arguments, 2.0**-9)
+    if nvrtc.runs_on_hopper(arguments[0].device):  # the launcher knows one plan
+        out = grouped_mm_sm90.grouped_mm(*arguments, blocks=True)
+        assert_close(out, case, arguments, 2.0**-9)
