@@ -175,6 +175,21 @@ def test_offsets_that_fall_or_exceed_the_rows_stay_inside(product: str) -> None:
     assert torch.equal(found, OP(a, b, a_scale, b_scale, ascending, dtype))
 
 
+@pytest.mark.skipif(not COMPILER, reason="needs a C++ compiler")
+@pytest.mark.parametrize("ends", [(9, 4, 1000, 7), (639, 640, 640, 640)])
+def test_emulated_columns_beyond_the_operands_are_not_read(ends: tuple[int, ...]) -> None:
+    """The columns of experts do not fit into the operands, which have 640; NaN follows the scales."""
+    case = Case("exceeding", (5, 17, 1, 9), 48, 64, out_dtype=torch.float32)
+    a, b, *scales, _, dtype = case.arguments("grad_weight")
+    longer = (torch.cat([t, torch.full((8, t.shape[1]), torch.nan)]) for t in scales)
+    scales = [t[: a.shape[1] // 128] for t in longer]
+    operands = a, b, *scales, torch.tensor(ends, dtype=torch.int32), dtype
+    with grouped_mm_emulator.emulated():
+        found = grouped_mm_sm90.grouped_mm(*operands, blocks=True)
+    expected = reference(*operands)
+    assert (found - expected).norm() <= 1e-6 * expected.norm()
+
+
 @each
 @pytest.mark.parametrize("case", [CASES[0], CASES[7]], ids=lambda c: c.name)
 def test_operator_is_registered_well(case: Case, product: str) -> None:

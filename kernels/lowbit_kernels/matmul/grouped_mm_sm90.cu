@@ -9,8 +9,8 @@
 //   STAGES             stages of the ring
 //   BLOCKS             grouped_block_mm: the sums of each step have scales
 // with TILE_N 256 and BIAS NONE, and puts ptx.cuh, sm90.cuh, `multiply`, the wgmma instruction, and mm_tiles_sm90.cuh
-// before it. With BLOCKS `multiply` has 128 columns, so that a
-// thread has registers for the sums of a tile and of a step's half.
+// before it. With BLOCKS `multiply` has 128 columns, so that a thread has registers for the sums of a tile and of half a
+// step.
 //
 // Blocks are persistent, as in scaled_mm_sm90.cu. Only the device knows how many rows each expert has. So each thread that
 // needs the next tile walks over the offsets, from the expert of its last tile on. A tile belongs to one expert. The TMA
@@ -48,7 +48,9 @@ struct Schedule {
         const int rows = RAGGED ? shape.m : end - start, columns = (shape.n + BESIDE * TILE_N - 1) / (BESIDE * TILE_N);
         first += tiles;
         tiles = (rows + UNDER * TILE_M - 1) / (UNDER * TILE_M) * columns;
-        steps = RAGGED ? (end - start + TILE_K - 1) / TILE_K : expert < shape.experts ? shape.steps : 0;
+        // Offsets beyond the rows may put columns beyond those that a and b, and their scales, have.
+        const int columns_here = max(min(end - start, shape.tokens - place), 0);
+        steps = RAGGED ? (columns_here + TILE_K - 1) / TILE_K : expert < shape.experts ? shape.steps : 0;
         return true;
     }
 
@@ -121,11 +123,11 @@ static constexpr int PARTS = TILE_N / 128, PART = 64;  // of 128 columns, with s
 // The scales of a step: of two rows; of each part's columns, or of the thread's column in it if RAGGED.
 struct StepScales { float row[2], column[PARTS]; };
 
-// The scaled sums of 64 rows of a tile over `steps` steps, at least one. While one warpgroup adds products to its sums,
-// the other multiplies. If RAGGED, scales of columns pass through shared memory, in two places by turns.
+// The scaled sums of 64 rows of a tile over `steps` steps, at least one. `load` gives the scales of the next step. While
+// one warpgroup adds products to its sums, the other multiplies. If RAGGED, scales of columns pass through shared memory.
+// Each part has its own place there: the barrier of one part tells that all threads have read the place of the other.
 template <typename Load>
-DEVICE void accumulate_blocks(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps,
-                              const Load &load) {
+DEVICE void accumulate_blocks(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps, const Load &load) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, pair = threadIdx.x % 4 * 2;
     StepScales next = load();
 #pragma unroll

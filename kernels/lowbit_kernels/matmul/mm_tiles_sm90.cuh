@@ -39,7 +39,8 @@ DEVICE void release(Shared &shared, int slot) {
     if (lane < CLUSTER) barrier_arrive(shared_address(&shared.empty[slot]), lane);
 }
 
-// The sums of 64 rows of a tile over `steps` steps, at least one.
+// The sums of 64 rows of a tile over `steps` steps, at least one. A template is compiled only where it is called: the
+// `multiply` of grouped_block_mm has half of these sums.
 template <int N>
 DEVICE void accumulate(Shared &shared, Ring &ring, SUM (&sums)[N], int steps) {
     const int group = threadIdx.x / 128;
