@@ -191,6 +191,15 @@ def test_emulated_stack(name: str) -> None:
     assert_each(emulator.quantize_blocks(*arguments, results(arguments)), arguments)
 
 
+@pytest.mark.skipif(not COMPILER, reason="no C++ compiler")
+def test_emulated_stack_of_single_rows() -> None:
+    """Such a stack is contiguous, whatever the stride between its rows."""
+    x = torch.randn(4, 40, 1).transpose(1, 2)
+    assert x.is_contiguous() and x.stride() == (40, 1, 1)
+    arguments = x, True, True, True, False, None
+    assert_each(emulator.quantize_blocks(*arguments, results(arguments)), arguments)
+
+
 EMULATED = ("typical", "fp32", "prime-everything", "rows-only", "columns-only", "power-of-two")
 
 

@@ -89,6 +89,8 @@ def quantize_blocks(
     """codes, scale, codes_t, scale_t; see the module's docstring."""
     *stack, m, k = x.shape
     out = allocate(x, tiles, rows, columns, offsets)
+    if not (rows or columns):
+        return out
     if offsets is not None:
         width = out[2].shape[1] if columns else 0
         spread = x.new_zeros((width + 1, k))

@@ -75,7 +75,8 @@ def planned(
     """
     x = TensorLayout(*layout)
     *stack, m, k = x.shape
-    stride, tokens = x.strides[-2], experts is not None
+    # a contiguous tensor may have any stride along a dimension of 1
+    stride, tokens = k if stack else x.strides[0], experts is not None
     is_aligned = x.misaligned == 0 and stride * x.dtype.itemsize % 16 == 0
     options = tiles, rows, columns, power_of_two, tokens, is_aligned
     variant = BlocksVariant(FLOAT_MACROS[x.dtype], *options)
