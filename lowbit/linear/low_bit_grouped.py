@@ -47,7 +47,8 @@ def low_bit_grouped_mm(x: Tensor, weight: Any, offsets: Tensor) -> Tensor:
     m, scheme = x.shape[0], weight.scheme
     why = scheme.grouped_plain_because(x.device, m, experts, n, k)
     most = kernels.scaled_mm.MOST_TERMS
-    if why is None and max(n, k) > most:
+    in_int8 = "int8" in (scheme.forward_format, scheme.backward_format)
+    if why is None and in_int8 and max(n, k) > most:
         why = f"sums over more than {most} products may overflow"
     note = tracer.note(m, n, k, why, stored)
     if why is not None:

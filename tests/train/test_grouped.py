@@ -14,6 +14,7 @@ import lowbit as lb
 from lowbit import Int4Weight, Int8Weight, trace, train
 from lowbit.schemes.least_sizes import LeastExperts
 from lowbit.tensor.trained.gathered import GatheredTensor
+from lowbit_kernels.matmul import scaled_mm
 from lowbit_kernels.runtime import launches
 from tests.as_sent import as_sent
 from tests.traced import ran_in, reasons
@@ -178,6 +179,16 @@ def test_the_trace_shows_grouped_products() -> None:
     }
     # torch's grouped product takes contiguous gradients only
     trace(Experts(), x.detach().float().requires_grad_(), offsets)
+
+
+def test_long_sums_of_int8_run_in_high_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of float8 do not overflow."""
+    monkeypatch.setattr(scaled_mm, "MOST_TERMS", max(N, K) - 1)
+    x, model = values(ROWS, K, dtype=torch.bfloat16).requires_grad_(), Experts(dtype=torch.bfloat16)
+    for name in ("int8", "float8", "blocks"):
+        found = trace(prepared(model, FORMATS[name]), x, offsets_of(TOKENS["tokens-beyond"]))
+        why = {f"sums over more than {max(N, K) - 1} products may overflow"}
+        assert reasons(found, "up") == (why if name == "int8" else set())
 
 
 def test_which_sizes_gain() -> None:

@@ -112,11 +112,8 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor, codec=BlockCodes):
             own, tiles=True, rows=rows, columns=not rows, power_of_two=power_of_two
         )
 
-    def stacked_codes(self) -> Codes:
-        """`row_codes`."""
+    def expert_codes(self) -> Codes:
         return self.row_codes()
-
-    expert_codes = stacked_codes
 
     def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
         return self.transposed_codes(after)
