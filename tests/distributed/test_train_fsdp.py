@@ -381,7 +381,7 @@ def check_grouped_products(rank, world_size):
     offsets = torch.tensor([10, 10, 30, 48], dtype=torch.int32)
     is_expert = lambda module, name: isinstance(module, grouped.Experts)  # noqa: E731
     for name, scheme in schemes.items():
-        for count in (4, 3):
+        for count in (4, 3, 1):
             model = grouped.Experts(count)
             prepare = lowbit.qat.prepare_ if name == "qat" else train.prepare_
             prepare(model, scheme, is_expert)

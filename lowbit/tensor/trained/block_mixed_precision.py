@@ -34,7 +34,7 @@ class BlockCodes:
     @staticmethod
     def encode(shard: Any, gather: Gather) -> Wire | None:
         whole_blocks = len(gather.shape) > 2 or gather.shape[0] % (BLOCK * gather.ranks) == 0
-        if not (whole_blocks and shard.scheme.gathers_codes(shard.weight) and shard.numel()):
+        if not (whole_blocks and shard.scheme.gathers_codes(shard.weight)):
             return None
         codes, scale = shard.row_codes()
         return Wire(shard.gathered, {"codes": codes, "scale": scale})
