@@ -123,9 +123,9 @@ static constexpr int PARTS = TILE_N / 128, PART = 64;  // of 128 columns, with s
 // The scales of a step: of two rows; of each part's columns, or of the thread's column in it if RAGGED.
 struct StepScales { float row[2], column[PARTS]; };
 
-// The scaled sums of 64 rows of a tile over `steps` steps, at least one. `load` gives the scales of the next step. While
-// one warpgroup adds products to its sums, the other multiplies. If RAGGED, scales of columns pass through shared memory.
-// Each part has its own place there: the barrier of one part tells that all threads have read the place of the other.
+// The scaled sums of 64 rows of a tile over `steps` steps, at least one. `load` gives the scales of the next step.
+// While one warpgroup adds products to its sums, the other multiplies. If RAGGED, scales of columns pass through shared
+// memory. Each part has its own place there: after the barrier of one part, all threads have read that of the other.
 template <typename Load>
 DEVICE void accumulate_blocks(Shared &shared, Ring &ring, SUM (&sums)[SUMS], int steps, const Load &load) {
     const int group = threadIdx.x / 128, thread = threadIdx.x % 128, pair = threadIdx.x % 4 * 2;

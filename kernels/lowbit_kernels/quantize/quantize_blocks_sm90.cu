@@ -42,7 +42,8 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
         const uint32 largest = largest_of_line(job, shared, at, part);
         const long long to = (of_row ? at.row : at.column) + i, end = of_row ? job.m : job.k;
         if (of_row ? ROWS : COLUMNS) own = block_scale(largest);
-        if ((of_row ? ROWS : COLUMNS) && to < end) (of_row ? job.scale + across * m : job.scale_t + down * job.k)[to] = shown(own);
+        if ((of_row ? ROWS : COLUMNS) && to < end)
+            (of_row ? job.scale + across * m : job.scale_t + down * job.k)[to] = shown(own);
     }
     (of_row ? shared.row[i] : shared.column[spread(i)]) = own;
     return __syncthreads_or(own.inverse == 0.0f);
@@ -50,11 +51,11 @@ DEVICE bool find_block_scales(const Job &job, Shared &shared, const Position &at
 
 DYNAMIC_SHARED(tile_memory);
 
-static constexpr int EACH = 4;  // tiles of a block beside each other, with TOKENS, so that fewer blocks walk
+static constexpr int EACH = 4;  // with TOKENS: the tiles beside each other that a block takes, so that fewer blocks walk
 
-// One block per tile, or for EACH. Codes have k128 (m128) columns: k (m) rounded up to a multiple of 128. With TILES, x is a stack
-// of matrices m x k. With TOKENS, codes_t has `columns_t` columns, and those of an expert follow the tiles of the
-// others (grouped_columns.py); blocks beyond have no tile.
+// One block per tile; with TOKENS, per EACH tiles. Codes have k128 (m128) columns: k (m) rounded up to a multiple of
+// 128. With TILES, x is a stack of matrices m x k. With TOKENS, codes_t has `columns_t` columns, and those of an expert
+// follow the tiles of the others (grouped_columns.py). A block beyond the last expert's tiles has nothing to do.
 extern "C" __global__ void __launch_bounds__(THREADS)
     quantize_blocks(const unsigned char *x, long long stride, unsigned char *codes, float *scale, unsigned char *codes_t,
                     float *scale_t, long long m, long long k, const int *offsets, long long experts,

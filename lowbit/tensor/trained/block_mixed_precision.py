@@ -113,9 +113,11 @@ class BlockMixedPrecisionTensor(MixedPrecisionTensor, codec=BlockCodes):
         )
 
     def expert_codes(self) -> Codes:
+        """`row_codes` of experts [E, N, K]: codes [E, N, K128], scales [E, N/128, K/128]."""
         return self.row_codes()
 
     def expert_codes_t(self, scale: Tensor | None = None, after: Tensor | None = None) -> Codes:
+        """`transposed_codes` of experts [E, N, K]: codes [E, K, N128], scales [E, K/128, N/128]."""
         return self.transposed_codes(after)
 
     def frozen(self) -> Float8Tensor:
