@@ -37,11 +37,14 @@ class Case:
             return (found * torch.exp2(sizes)).to(device)
 
         offsets = offsets_of(self.tokens, device)
-        options = {"power_of_two": self.power_of_two}
+        round_up = self.power_of_two
         x, weight, grad = normals(m, self.k), normals(experts, self.n, self.k), normals(m, self.n)
-        rows = (quantize_blocks(t, tiles=False, offsets=offsets, **options) for t in (x, grad))
+        rows = (
+            quantize_blocks(t, tiles=False, offsets=offsets, power_of_two=round_up)
+            for t in (x, grad)
+        )
         (x, x_scale, x_t, x_scale_t), (g, g_scale, g_t, g_scale_t) = rows
-        w, w_scale, w_t, w_scale_t = quantize_blocks(weight, tiles=True, **options)
+        w, w_scale, w_t, w_scale_t = quantize_blocks(weight, tiles=True, power_of_two=round_up)
         operands = {
             "output": (x, w, x_scale, w_scale),
             "grad_input": (g, w_t, g_scale, w_scale_t),
