@@ -19,7 +19,7 @@ from lowbit_kernels.weight_only import weight_mm_decode_sm90
 
 R = TypeVar("R")
 WEIGHT = slice(4, 7)
-"""Of the kernel's arguments: the addresses of codes, scales and zero points."""
+"""Which of the kernel's arguments are the addresses of codes, scales and zero points."""
 
 
 def captured(run: Callable[[], R]) -> tuple[torch.cuda.CUDAGraph, R]:
